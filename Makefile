@@ -1,0 +1,70 @@
+# demo, test, lint, test-gpu, bench, clean: the only commands to remember.
+# Each makes .venv from requirements/ci.txt when it is missing or stale; nothing else is needed.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+VENV := .venv/.installed
+OLDEST_HOST := 5.16.0
+HOST := .hosts/$(OLDEST_HOST)
+LITTLE_MOE := examples/little_moe/int4-g128
+CODE := src tests tools examples $(wildcard bench)
+
+# Checkpoints come from folders here, so no command may wait for a network.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test lint test-gpu bench clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+$(VENV): requirements/ci.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or later; set PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements/ci.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+	touch $@
+
+# Only what differs from ci.txt: PYTHONPATH puts it before the venv's own packages.
+$(HOST)/.installed: requirements/host-$(OLDEST_HOST).txt | $(VENV)
+	rm -rf $(HOST)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(HOST) --requirement $<
+	touch $@
+
+demo: $(VENV)
+	@echo "== What the checkpoint holds, read from its headers"
+	$(BIN)/firesteel inspect $(LITTLE_MOE)
+	@echo "== Text from it, with its experts kept packed"
+	$(BIN)/firesteel generate $(LITTLE_MOE) --prompt "def read_file(path):" --max-new-tokens 64
+
+# Tests marked interpret and compile set up Triton for a whole process, so each gets its own.
+test: export CUDA_VISIBLE_DEVICES :=
+test: $(VENV) $(HOST)/.installed
+	$(BIN)/pytest
+	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
+
+lint: $(VENV)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_sizes.py $(CODE)
+	$(BIN)/python tools/check_hygiene.py
+
+test-gpu: $(VENV)
+	$(BIN)/pytest -m gpu
+
+bench: $(VENV)
+	$(BIN)/firesteel bench quality
+
+clean:
+	rm -rf .venv .hosts build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

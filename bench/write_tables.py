@@ -1,0 +1,160 @@
+"""Write the newest measured numbers into the docs, so that none is copied by hand.
+
+    python bench/write_tables.py
+
+Reads `bench/results/<device>/*.jsonl` and rewrites what stands between `<!-- results NAME -->` and
+`<!-- end -->` in docs/quality.md and docs/performance.md. The last line of each recipe, model or
+geometry counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from firesteel.cli.console import format_bytes
+
+ROOT = Path(__file__).parents[1]
+DOCS = ("quality.md", "performance.md")
+_BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end -->)", re.S)
+_NOTHING = "Not measured yet.\n"
+
+
+def read_results(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Every record of one benchmark, oldest first."""
+    lines = (
+        line
+        for path in sorted(folder.glob(f"*/{name}.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
+    return [json.loads(line) for line in lines if line]
+
+
+def newest(records: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """The last record of each combination of keys, in the order in which these came first."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for record in records:
+        found[tuple(json.dumps(record[key]) for key in keys)] = record
+    return list(found.values())
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; columns after the first are right-aligned."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def sources(records: Sequence[dict[str, Any]]) -> str:
+    """Where, when and with what the records were measured."""
+    found: dict[str, None] = {}
+    for record in records:
+        versions, machine = record["versions"], record["machine"]
+        names = ", ".join(
+            f"{name} {versions[name]}" for name in ("firesteel", "torch", "transformers", "python")
+        )
+        found[
+            f"{record['date'][:10]}, {machine['name']} ({machine['cpus']} CPUs, "
+            f"{machine['threads']} threads), commit {record['commit']}, {names}."
+        ] = None
+    loads = [r["machine"]["load"] for r in records if r["machine"]["load"] is not None]
+    low, high = (min(loads), max(loads)) if loads else (None, None)
+    span = f"{low}" if low == high else f"{low} to {high}"
+    busy = f" Load average {span}." if loads else ""
+    return "\n" + "\n".join(f"Measured {line}{busy}" for line in found) + "\n"
+
+
+def quality_table(records: Sequence[dict[str, Any]]) -> str:
+    """Perplexity by recipe."""
+    plain = next((r["bits_per_byte"] for r in records if r["recipe"] == "bf16"), None)
+    rows = [
+        [
+            f"`{r['recipe']}`",
+            f"{r['perplexity']:.4f}",
+            f"{r['bits_per_byte']:.4f}",
+            "" if plain is None else f"{100 * (r['bits_per_byte'] / plain - 1):+.2f} %",
+            format_bytes(r["experts_bytes"]),
+            f"{r['experts_bf16_bytes'] / r['experts_bytes']:.2f}",
+        ]
+        for r in records
+    ]
+    head = ["experts", "perplexity a token", "bits a byte", "against bf16", "bytes", "bf16 / bytes"]
+    return markdown(head, rows)
+
+
+def cpu_table(records: Sequence[dict[str, Any]]) -> str:
+    """Speed by model and phase."""
+    rows = [
+        [
+            f"`{r['model']}`, {phase} {r[count]}",
+            f"{r['firesteel'][f'{phase}_tokens_per_second']:.1f}",
+            f"{r['transformers'][f'{phase}_tokens_per_second']:.1f}",
+            f"{r[f'{phase}_ratio']:.2f}",
+            format_bytes(r["experts_bytes"]),
+            format_bytes(r["experts_bf16_bytes"]),
+        ]
+        for r in records
+        for phase, count in (("prefill", "prefill_tokens"), ("decode", "decode_steps"))
+    ]
+    head = ["", "firesteel, tokens/s", "transformers bf16, tokens/s", "ratio", "packed", "bf16"]
+    return markdown(head, rows)
+
+
+def load_memory_table(records: Sequence[dict[str, Any]]) -> str:
+    """The terms of the bound by geometry."""
+    rows = [
+        [
+            f"{r['layers']} layers, {r['experts']} experts, {r['hidden_size']} x "
+            f"{r['intermediate_size']}, {r['recipe']}",
+            format_bytes(r["packed_bytes"]),
+            format_bytes(r["layer_bf16_bytes"]),
+            format_bytes(r["host_bytes"]),
+            format_bytes(r["bound_bytes"]),
+            format_bytes(r["peak_bytes"]),
+            "yes" if r["passed"] else "NO",
+        ]
+        for r in records
+    ]
+    head = ["", "packed", "one layer bf16", "host", "bound", "measured peak", "holds"]
+    return markdown(head, rows)
+
+
+BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], str]]] = {
+    "quality": (("recipe", "window", "stride", "tokens"), quality_table),
+    "cpu": (("model", "prefill_tokens", "decode_steps"), cpu_table),
+    "load_memory": (
+        ("layers", "experts", "hidden_size", "intermediate_size", "recipe"),
+        load_memory_table,
+    ),
+}
+
+
+def render(name: str, results: Path) -> str:
+    """The text of one block."""
+    keys, table = BENCHES[name]
+    records = newest(read_results(results, name), *keys)
+    if not records:
+        return _NOTHING
+    return table(records) + sources(records)
+
+
+def rewrite(text: str, results: Path) -> str:
+    """The document with every block written anew."""
+    return _BLOCK.sub(lambda m: f"{m[1]}{render(m[2], results)}{m[3]}", text)
+
+
+def main(root: Path) -> int:
+    """Rewrite the documents of the checkout at `root`."""
+    for name in DOCS:
+        path = root / "docs" / name
+        path.write_text(
+            rewrite(path.read_text(encoding="utf-8"), root / "bench" / "results"), encoding="utf-8"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(ROOT))

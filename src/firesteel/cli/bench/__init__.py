@@ -1,0 +1,1 @@
+"""`firesteel bench`: measurements, one module each."""

@@ -1,0 +1,1 @@
+"""Stored bytes to numbers and back, exactly: one file a checkpoint format."""

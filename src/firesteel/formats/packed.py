@@ -1,0 +1,259 @@
+"""The one form in which firesteel holds quantised weights in memory, for every code width.
+
+A row of codes is cut into blocks of 128 columns (the last one padded with zero codes); a block of
+`bits`-bit codes is `16 * bits` bytes. Inside a block codes are laid out in planes, so that one
+shift and one mask of a word give a whole run of consecutive columns (`pack_codes` has the layout).
+Kernels read the same bytes as the CPU path.
+
+Everything else is kept bit for bit as the checkpoint has it, in integer buffers, so that
+`module.to(dtype)` cannot round a scale:
+
+name          shape             dtype   holds
+codes         [E, P*n, B, 16*bits]  uint8   B = ceil(k / 128)
+scales        [E, P*n, g]       uint8, int16 or int32: bits of the stored scale
+zero_points   [E, P*n, g]       uint8, only where stored
+global_scale  [E, P]            int32: bits of an fp32, only where stored
+column_order  [E, P, k]         int32: column of the file at each packed place, only for act-order
+
+E is the number of matrices in the stack (experts; 1 for a dense linear) and P the number of parts
+stacked along n (2 for gate and up, else 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from firesteel.errors import CheckpointError
+from firesteel.formats.base import (
+    SCALE_DTYPES,
+    Divisor,
+    GlobalScale,
+    Multiplier,
+    QuantizedMatrix,
+    Scheme,
+    scales_to_float,
+)
+from firesteel.formats.expand import BLOCK_K, arrange, scaled_numbers
+
+__all__ = ["PackedWeights", "WeightStack", "pack_codes", "packed_bytes", "unpack_codes"]
+
+# The integer type that holds the bits of a scale, by its bytes.
+BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_PLANES = {8: 1, 4: 4, 3: 8}
+
+
+def packed_bytes(scheme: Scheme) -> int:
+    """Bytes that one matrix of this scheme takes in memory, scales and padding included."""
+    num_blocks = -(-scheme.k // BLOCK_K)
+    scales = scheme.num_groups * SCALE_DTYPES[scheme.scale].itemsize
+    zero_points = scheme.num_groups if scheme.has_zero_points else 0
+    row = num_blocks * 16 * scheme.bits + scales + zero_points
+    matrix = 4 * (scheme.global_scale != "none") + 4 * scheme.k * scheme.has_group_index
+    return scheme.n * row + matrix
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes `[..., k]` uint8 to plane blocks `[..., ceil(k / 128), 16 * bits]` uint8.
+
+    In a block, with column c of 0..127:
+        8 bit  byte c is code c.
+        4 bit  int16 word j of 32, plane p of 4: bits 4p.. hold column 32p + j.
+        3 bit  int16 word j of 16, plane p of 8: bits 2p.. hold the low two bits of column 16p + j;
+               then byte j of 16, bit p holds the high bit of column 16p + j.
+    Words are little-endian.
+    """
+    k = codes.shape[-1]
+    num_blocks = -(-k // BLOCK_K)
+    if num_blocks * BLOCK_K != k:
+        codes = functional.pad(codes, (0, num_blocks * BLOCK_K - k))
+    planes = codes.reshape(*codes.shape[:-1], num_blocks, _PLANES[bits], -1)
+    if bits == 8:
+        return planes.squeeze(-2).contiguous()
+    if bits == 4:
+        # [..., B, 4, 32]: the low byte of a word has planes 0 and 1, the high byte 2 and 3.
+        pairs = planes[..., 0::2, :] | (planes[..., 1::2, :] << 4)
+        return pairs.transpose(-1, -2).flatten(-2)
+    low = planes & 3
+    shift = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    shifted = low << (2 * (shift % 4))[:, None]
+    # Planes do not overlap, so adding them is or-ing them.
+    words = shifted.unflatten(-2, (2, 4)).sum(-2, dtype=torch.uint8)
+    high = ((planes >> 2) << shift[:, None]).sum(-2, dtype=torch.uint8)
+    return torch.cat([words.transpose(-1, -2).flatten(-2), high], dim=-1)
+
+
+def unpack_codes(packed: Tensor, bits: int, k: int) -> Tensor:
+    """The inverse of `pack_codes`: `[..., k]` uint8."""
+    if bits == 8:
+        return packed.flatten(-2)[..., :k]
+    if bits == 4:
+        pairs = packed.unflatten(-1, (32, 2)).transpose(-1, -2)
+        planes = torch.stack([pairs & 15, pairs >> 4], dim=-2)
+    else:
+        shift = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        words = packed[..., :32].unflatten(-1, (16, 2)).transpose(-1, -2)
+        low = (words.unsqueeze(-2) >> (2 * shift[:4])[:, None]) & 3
+        high = (packed[..., None, 32:] >> shift[:, None]) & 1
+        planes = low.flatten(-3, -2) | (high << 2)
+    # [..., B, planes, columns of a plane] in column order, then one row.
+    return planes.flatten(-3 if bits == 3 else -4)[..., :k]
+
+
+class WeightStack(nn.Module):
+    """A stack of quantised matrices of one scheme, in whatever form.
+
+    Args:
+        scheme: how each matrix was stored; `n` and `k` are of one part.
+        num_matrices: E.
+        num_parts: P; part p owns rows `p*n .. (p+1)*n` of a matrix.
+    """
+
+    def __init__(self, scheme: Scheme, num_matrices: int, num_parts: int = 1) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.num_matrices = num_matrices
+        self.num_parts = num_parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`[E, P*n, k]`, the shape of the stack expanded."""
+        return (self.num_matrices, self.num_parts * self.scheme.n, self.scheme.k)
+
+    def rows_of(self, part: int) -> slice:
+        """The rows of a matrix that are `part`."""
+        return slice(part * self.scheme.n, (part + 1) * self.scheme.n)
+
+    def extra_repr(self) -> str:
+        """One line for `print(model)`."""
+        scheme = self.scheme
+        return f"{scheme.format} {scheme.element} g{scheme.group_size}, {list(self.shape)}"
+
+
+class PackedWeights(WeightStack):
+    """A stack in the packed form; buffers as in the module's text, arguments as its base has."""
+
+    codes: Tensor
+    scales: Tensor
+    zero_points: Tensor | None
+    global_scale: Tensor | None
+    column_order: Tensor | None
+
+    def __init__(self, scheme: Scheme, num_matrices: int, num_parts: int = 1) -> None:
+        super().__init__(scheme, num_matrices, num_parts)
+        rows = num_parts * scheme.n
+        num_blocks = -(-scheme.k // BLOCK_K)
+        groups = (num_matrices, rows, scheme.num_groups)
+        scale_bits = BITS_DTYPE[SCALE_DTYPES[scheme.scale].itemsize]
+        self._buffer("codes", (num_matrices, rows, num_blocks, 16 * scheme.bits), torch.uint8)
+        self._buffer("scales", groups, scale_bits)
+        self._buffer("zero_points", groups if scheme.has_zero_points else None, torch.uint8)
+        has_global = scheme.global_scale != "none"
+        self._buffer("global_scale", (num_matrices, num_parts) if has_global else None, torch.int32)
+        order = (num_matrices, num_parts, scheme.k) if scheme.has_group_index else None
+        self._buffer("column_order", order, torch.int32)
+
+    def _buffer(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype) -> None:
+        self.register_buffer(name, None if shape is None else torch.empty(shape, dtype=dtype))
+
+    @torch.no_grad()
+    def write(self, index: int, part: int, matrix: QuantizedMatrix) -> None:
+        """Pack one matrix into its place. The rest of the stack is not touched.
+
+        Raises
+            CheckpointError: a group of an act-order matrix does not have `group_size` columns.
+        """
+        scheme, rows = self.scheme, self.rows_of(part)
+        codes = matrix.codes
+        if scheme.has_group_index:
+            assert matrix.group_index is not None
+            assert self.column_order is not None
+            order = self._order(matrix.group_index)
+            codes = codes[:, order]
+            self.column_order[index, part] = order.to(self.column_order)
+        self.codes[index, rows] = pack_codes(codes, scheme.bits).to(self.codes.device)
+        self.scales[index, rows] = matrix.scales.view(self.scales.dtype).to(self.scales.device)
+        if self.zero_points is not None:
+            assert matrix.zero_points is not None
+            self.zero_points[index, rows] = matrix.zero_points.to(self.zero_points.device)
+        if self.global_scale is not None:
+            assert matrix.global_scale is not None
+            bits = matrix.global_scale.value.reshape(()).view(torch.int32)
+            self.global_scale[index, part] = bits.to(self.global_scale.device)
+
+    def _order(self, group_index: Tensor) -> Tensor:
+        """Columns sorted by group, stable, so that packed column i is in group i // group_size."""
+        counts = torch.bincount(group_index, minlength=self.scheme.num_groups)
+        if counts.numel() != self.scheme.num_groups or (counts != self.scheme.group_size).any():
+            raise CheckpointError(
+                f"g_idx: groups have {sorted(set(counts.tolist()))} columns, "
+                f"each must have group_size = {self.scheme.group_size}"
+            )
+        return torch.sort(group_index, stable=True).indices
+
+    def codes_of(self, index: int) -> Tensor:
+        """Codes of matrix `index`, `[P*n, k]` uint8, columns in packed order."""
+        return unpack_codes(self.codes[index], self.scheme.bits, self.scheme.k)
+
+    @torch.no_grad()
+    def read(self, index: int, part: int) -> QuantizedMatrix:
+        """The numbers of one matrix, exactly as `write` was given them."""
+        scheme, rows = self.scheme, self.rows_of(part)
+        codes = unpack_codes(self.codes[index, rows], scheme.bits, scheme.k)
+        group_index = None
+        if self.column_order is not None:
+            order = self.column_order[index, part].long()
+            codes = torch.empty_like(codes).index_copy_(1, order, codes)
+            groups = torch.arange(scheme.k, device=order.device) // scheme.group_size
+            group_index = torch.empty_like(groups).index_copy_(0, order, groups).int()
+        return QuantizedMatrix(
+            codes=codes.contiguous(),
+            scales=self.scales[index, rows].view(SCALE_DTYPES[scheme.scale]),
+            zero_points=None if self.zero_points is None else self.zero_points[index, rows],
+            group_index=group_index,
+            global_scale=None
+            if self.global_scale is None
+            else self._global(self.global_scale[index, part].view(torch.float32)),
+        )
+
+    def linear(self, index: int, x: Tensor) -> Tensor:
+        """`x @ W.T` with matrix `index` expanded to x's type: `[M, P*n]` from `[M, k]`.
+
+        The expanded matrix lives for this call only. Each of its numbers is rounded once.
+        """
+        matrix = self._expand(index, x.dtype)
+        if self.column_order is None:
+            return functional.linear(arrange(x, self.scheme), matrix)
+        parts = zip(self.column_order[index].long(), matrix.chunk(self.num_parts), strict=True)
+        products = [
+            functional.linear(arrange(x[:, order], self.scheme), part) for order, part in parts
+        ]
+        return torch.cat(products, dim=-1)
+
+    def _expand(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Matrix `index` as `[P*n, B * 128]`, columns in the order that `arrange` gives x."""
+        scheme = self.scheme
+        scales = self.scales[index].view(SCALE_DTYPES[scheme.scale])
+        if scheme.scale == "e8m0":
+            # A power of two, or bf16's smallest subnormal: exact.
+            scales = scales_to_float(scales)
+            scales = scales.to(dtype) if dtype == torch.bfloat16 else scales
+        elif scheme.scale == "e4m3":
+            scales = scales_to_float(scales)
+        if self.global_scale is not None:
+            # [P] -> [P*n, 1]
+            value = self.global_scale[index].view(torch.float32).repeat_interleave(scheme.n)
+            scales = self._global(value.unsqueeze(-1)).apply(scales.float())
+        zero_points = None if self.zero_points is None else self.zero_points[index]
+        return scaled_numbers(self.codes[index], scheme, scales, zero_points, dtype)
+
+    def _global(self, value: Tensor) -> GlobalScale:
+        return Divisor(value) if self.scheme.global_scale == "divisor" else Multiplier(value)

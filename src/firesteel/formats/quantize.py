@@ -1,0 +1,231 @@
+"""Round-to-nearest quantisation of plain weights, for `--quantize RECIPE`.
+
+A recipe names what `compressed-tensors` can store: "int4-g128", "int4-g32-asym", "int8-channel",
+"mxfp4", "nvfp4". Scales follow that library's own rules, so a matrix quantised here differs from
+one quantised by llmcompressor without data only where its 16-bit division rounds otherwise:
+
+    int, symmetric   scale = max|w| / ((2**bits - 1) / 2); codes are clamped
+    int, asymmetric  scale = (max - min) / (2**bits - 1), both ends taken to include 0
+    mxfp4            scale = the power of two that brings max|w| below 7, where 6 is the last value
+    nvfp4            one divisor a matrix, 448 * 6 / max|w|; group scales max|w| / 6 as E4M3
+
+No scale is ever 0: a group of zeros takes the smallest scale in use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from firesteel.errors import CheckpointError, InvalidArgumentError
+from firesteel.formats.base import (
+    ELEMENTS,
+    SCALE_DTYPES,
+    Divisor,
+    QuantizedMatrix,
+    ScaleType,
+    Scheme,
+    group_count,
+    scales_to_float,
+)
+from firesteel.formats.config_groups import config_for_group
+from firesteel.formats.registry import format_named
+from firesteel.formats.stored import GROUP_SIZES
+
+__all__ = ["Recipe", "parse_recipe", "quantize_matrix", "round_to_e2m1"]
+
+_INT_RECIPE = re.compile(r"int(?P<bits>\d+)-(?:g(?P<group>\d+)|channel)(?P<asym>-asym)?")
+_BITS = (3, 4, 8)
+_ALLOWED = (
+    f"int{{{','.join(map(str, _BITS))}}}-g{{{','.join(map(str, GROUP_SIZES))}}} or "
+    f"int{{{','.join(map(str, _BITS))}}}-channel, each also with -asym; mxfp4; nvfp4"
+)
+_E2M1_MAX = 6.0
+_E4M3_MAX = 448.0
+# E4M3 goes down to 2**-9; fp16 scales keep five bits of precision; bf16 ones stay normal numbers.
+_SMALLEST_SCALE = {"e4m3": 2.0**-9, "fp16": 2.0**-19, "bf16": 2.0**-126}
+# The largest number that rounds to each E2M1 magnitude but the last: half way to the next one, or
+# where the next one's code is even the fp32 number just before.
+_BEFORE = 1 - 2.0**-24
+_E2M1_LIMITS = (0.25, 0.75 * _BEFORE, 1.25, 1.75 * _BEFORE, 2.5, 3.5 * _BEFORE, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A way to quantise matrices of any shape.
+
+    Fields
+        name        as given, for instance "int4-g128"
+        format      the registry's format that stores the result
+        element     key of `ELEMENTS`
+        group_size  columns that share a scale; -1 for one scale a row
+        scale       type of group scales, or "weight": bf16, and fp16 for fp16 weights
+        has_zero_points  asymmetric
+        global_scale     matrix-wide scale
+    """
+
+    name: str
+    format: str
+    element: str
+    group_size: int
+    scale: ScaleType | Literal["weight"]
+    has_zero_points: bool = False
+    global_scale: Literal["none", "divisor"] = "none"
+
+    def scheme(self, n: int, k: int, dtype: torch.dtype) -> Scheme:
+        """The scheme of a matrix `[n, k]` of `dtype` quantised by this recipe.
+
+        Raises
+            InvalidArgumentError: the group size does not divide `k`.
+        """
+        group_size = k if self.group_size == -1 else self.group_size
+        try:
+            group_count(k, group_size)
+        except CheckpointError as error:
+            raise InvalidArgumentError(f"recipe {self.name!r}: {error}") from error
+        scale = self.scale
+        if scale == "weight":
+            scale = "fp16" if dtype == torch.float16 else "bf16"
+        return Scheme(
+            format=self.format,
+            element=self.element,
+            n=n,
+            k=k,
+            group_size=group_size,
+            scale=scale,
+            has_zero_points=self.has_zero_points,
+            global_scale=self.global_scale,
+            layout="stream" if self.format == "compressed-tensors" else "",
+        )
+
+    def config(self, ignore: Sequence[str] = ()) -> dict[str, Any]:
+        """A quantization_config of a checkpoint quantised by this recipe but for `ignore`."""
+        if self.format != "compressed-tensors":
+            # One scheme fits all shapes: the group size of these formats is fixed.
+            scheme = self.scheme(1, self.group_size, torch.bfloat16)
+            return format_named(self.format).config(scheme, ignore)
+        is_channel = self.group_size == -1
+        weights = {
+            "num_bits": ELEMENTS[self.element].bits,
+            "type": "int",
+            "strategy": "channel" if is_channel else "group",
+            "group_size": None if is_channel else self.group_size,
+            "symmetric": not self.has_zero_points,
+        }
+        return {**config_for_group("pack-quantized", weights, ignore), "version": "0.18.0"}
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe of that name, such as "int4-g128", "int3-channel-asym", "mxfp4" or "nvfp4".
+
+    Raises
+        InvalidArgumentError: no such recipe; the message lists those allowed.
+    """
+    if text == "mxfp4":
+        return Recipe(text, "mxfp4", "e2m1", 32, "e8m0")
+    if text == "nvfp4":
+        return Recipe(text, "nvfp4", "e2m1", 16, "e4m3", global_scale="divisor")
+    match = _INT_RECIPE.fullmatch(text)
+    if match is not None:
+        bits = int(match["bits"])
+        group_size = -1 if match["group"] is None else int(match["group"])
+        if bits in _BITS and group_size in (*GROUP_SIZES, -1):
+            return Recipe(
+                name=text,
+                format="compressed-tensors",
+                element=f"int{bits}",
+                group_size=group_size,
+                scale="weight",
+                has_zero_points=match["asym"] is not None,
+            )
+    raise InvalidArgumentError(f"recipe: got {text!r}, must be {_ALLOWED}")
+
+
+def quantize_matrix(weight: Tensor, recipe: Recipe) -> tuple[Scheme, QuantizedMatrix]:
+    """The nearest codes of `weight`, floating point `[n, k]`, under `recipe`.
+
+    Raises
+        InvalidArgumentError: not a matrix of finite floating-point numbers, or a group size that
+            does not divide k.
+    """
+    if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise InvalidArgumentError(
+            f"weight: got {weight.dtype} {list(weight.shape)}, "
+            "must be floating point [n, k] and not empty"
+        )
+    n, k = weight.shape
+    scheme = recipe.scheme(n, k, weight.dtype)
+    groups = weight.float().contiguous().unflatten(1, (scheme.num_groups, scheme.group_size))
+    if not bool(groups.isfinite().all()):
+        index = (~weight.float().isfinite()).nonzero()[0].tolist()
+        raise InvalidArgumentError(f"weight{index}: got {weight[tuple(index)]}, must be finite")
+    if recipe.format == "mxfp4":
+        return scheme, _quantize_mxfp4(groups)
+    if recipe.format == "nvfp4":
+        return scheme, _quantize_nvfp4(groups)
+    return scheme, _quantize_int(groups, scheme)
+
+
+def round_to_e2m1(numbers: Tensor) -> Tensor:
+    """Codes uint8 of the nearest E2M1 values of fp32 `numbers`; ties go to the even code.
+
+    Numbers past 6 become 6; what rounds to zero becomes +0.
+    """
+    limits = torch.tensor(_E2M1_LIMITS, dtype=torch.float32, device=numbers.device)
+    codes = torch.bucketize(numbers.abs().contiguous(), limits, out_int32=True).byte()
+    return torch.where((numbers < 0) & (codes > 0), codes | 8, codes)
+
+
+def _quantize_int(groups: Tensor, scheme: Scheme) -> QuantizedMatrix:
+    """fp32 `[n, g, group_size]` to integers of `scheme`."""
+    top = (1 << scheme.bits) - 1
+    low = groups.amin(-1).clamp(max=0)
+    high = groups.amax(-1).clamp(min=0)
+    spread = high - low if scheme.has_zero_points else 2 * torch.maximum(high, -low)
+    smallest = _SMALLEST_SCALE[scheme.scale]
+    dtype = SCALE_DTYPES[scheme.scale]
+    scales = (spread / top).clamp(smallest, torch.finfo(dtype).max).to(dtype)
+    step = scales.float()
+    if scheme.has_zero_points:
+        zeros = (-low / step).round().clamp(0, top)
+    else:
+        zeros = torch.full_like(step, ELEMENTS[scheme.element].zero_point)
+    codes = ((groups / step.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, top)
+    return QuantizedMatrix(
+        codes=codes.flatten(1).byte(),
+        scales=scales,
+        zero_points=zeros.byte() if scheme.has_zero_points else None,
+    )
+
+
+def _quantize_mxfp4(groups: Tensor) -> QuantizedMatrix:
+    """fp32 `[n, g, 32]` to MXFP4."""
+    largest = groups.abs().amax(-1)
+    # largest = mantissa * 2**exponent with 0.5 <= mantissa < 1, and 7 is 0.875 * 2**3.
+    mantissa, exponent = torch.frexp(largest)
+    power = exponent - 3 + (mantissa >= 0.875).int()
+    biased = torch.where(largest == 0, 1, (power + 127).clamp(1, 254)).byte()
+    step = scales_to_float(biased).unsqueeze(-1)
+    return QuantizedMatrix(codes=round_to_e2m1(groups / step).flatten(1), scales=biased)
+
+
+def _quantize_nvfp4(groups: Tensor) -> QuantizedMatrix:
+    """fp32 `[n, g, 16]` to NVFP4 with a divisor."""
+    largest = groups.abs().amax().item()
+    divisor = _E4M3_MAX * _E2M1_MAX / largest if largest > 0 else 1.0
+    if divisor > torch.finfo(torch.float32).max:
+        divisor = 1.0
+    value = torch.tensor(divisor, dtype=torch.float32, device=groups.device)
+    wanted = groups.abs().amax(-1) * (value / _E2M1_MAX)
+    scales = wanted.clamp(_SMALLEST_SCALE["e4m3"], _E4M3_MAX).to(torch.float8_e4m3fn)
+    step = (scales.float() / value).unsqueeze(-1)
+    return QuantizedMatrix(
+        codes=round_to_e2m1(groups / step).flatten(1),
+        scales=scales,
+        global_scale=Divisor(value),
+    )

@@ -1,0 +1,1 @@
+"""Hosts: each translates its own names to firesteel's; none holds policy."""

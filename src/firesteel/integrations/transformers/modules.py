@@ -1,0 +1,155 @@
+"""The modules that replace transformers' experts and linears, and the experts function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firesteel.checkpoint.families import Geometry
+from firesteel.errors import InvalidArgumentError
+from firesteel.formats.base import Scheme
+from firesteel.formats.packed import PackedWeights
+from firesteel.moe.activation import Activation
+from firesteel.moe.experts import DenseWeights, MoeWeights
+from firesteel.moe.torch_backend import run_experts
+
+__all__ = ["IMPLEMENTATION", "PackedExperts", "PackedLinear", "experts_forward"]
+
+IMPLEMENTATION = "firesteel"
+"""The name under which `experts_forward` is registered with transformers."""
+
+
+class PackedExperts(nn.Module):
+    """The experts of one layer, packed; called as transformers calls its own experts modules.
+
+    Args:
+        config: the model's config, which holds the experts implementation in use.
+        geometry: E, K and N.
+        schemes: of gate and up, and of down.
+        activation: between the two products.
+        bias_dtype: type of the biases; None where the family has none.
+    """
+
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(
+        self,
+        config: Any,
+        geometry: Geometry,
+        schemes: tuple[Scheme, Scheme],
+        activation: Activation,
+        bias_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_experts = geometry.num_experts
+        self.hidden_dim = geometry.hidden_size
+        self.intermediate_dim = geometry.intermediate_size
+        self.activation = activation
+        self.gate_up = PackedWeights(schemes[0], geometry.num_experts, num_parts=2)
+        self.down = PackedWeights(schemes[1], geometry.num_experts)
+        for name, rows in (
+            ("gate_up_bias", 2 * geometry.intermediate_size),
+            ("down_bias", geometry.hidden_size),
+        ):
+            bias = None
+            if bias_dtype is not None:
+                bias = torch.empty(geometry.num_experts, rows, dtype=bias_dtype)
+            self.register_buffer(name, bias)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights, scales and biases."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`[M, K]` from hidden states `[M, K]`, expert ids and router weights `[M, top_k]`.
+
+        Raises
+            InvalidArgumentError: another experts implementation is set; it could not read these.
+        """
+        implementation = getattr(self.config, "_experts_implementation", IMPLEMENTATION)
+        if implementation != IMPLEMENTATION:
+            raise InvalidArgumentError(
+                f"experts_implementation: got {implementation!r}, must be {IMPLEMENTATION!r} "
+                "for experts that are packed"
+            )
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def moe_weights(self) -> MoeWeights:
+        """The layer as a backend reads it."""
+        return MoeWeights(
+            w13=self.gate_up,
+            w2=self.down,
+            activation=self.activation,
+            bias13=self.gate_up_bias,
+            bias2=self.down_bias,
+        )
+
+
+class PackedLinear(nn.Module):
+    """A quantised `nn.Linear`: the weight is packed and expanded at each call.
+
+    Args:
+        scheme: how the weight was stored.
+        bias: the module's own, which transformers loads; or None.
+        dtype: of `weight`, the expanded matrix.
+    """
+
+    def __init__(self, scheme: Scheme, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.in_features = scheme.k
+        self.out_features = scheme.n
+        self.dtype = dtype
+        self.packed = PackedWeights(scheme, num_matrices=1)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix `[out_features, in_features]`, expanded anew at each access."""
+        return self.packed.read(0, 0).dequantize(self.packed.scheme, self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x @ weight.T + bias`, `[..., out_features]` in x's dtype."""
+        y = self.packed.linear(0, x.reshape(-1, self.in_features))
+        if self.bias is not None:
+            y += self.bias
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' experts interface: `PackedExperts`, or a host's own dense experts module.
+
+    hidden_states [M, K]; top_k_index [M, top_k] int32 or int64, where an id outside [0, E) adds
+    nothing; top_k_weights [M, top_k]. Returns [M, K].
+
+    Raises
+        InvalidArgumentError: a dense module whose experts have no gate, or a norm after them.
+    """
+    is_packed = isinstance(module, PackedExperts)
+    weights = module.moe_weights() if is_packed else _dense_weights(module)
+    return run_experts(weights, hidden_states, top_k_index, top_k_weights)
+
+
+def _dense_weights(module: Any) -> MoeWeights:
+    if not getattr(module, "has_gate", True) or getattr(module, "has_post_expert_norm", False):
+        raise InvalidArgumentError(
+            f"experts_implementation: {IMPLEMENTATION!r} runs gated experts without a norm after "
+            f"them, {type(module).__name__} is not of that kind"
+        )
+    w13, w2 = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    return MoeWeights(
+        w13=DenseWeights(w13),
+        w2=DenseWeights(w2),
+        activation=module._apply_gate,
+        bias13=module.gate_up_proj_bias if module.has_bias else None,
+        bias2=module.down_proj_bias if module.has_bias else None,
+    )

@@ -1,0 +1,69 @@
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "bench" / "write_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tables"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(recipe: str, bits: float, date: str = "2026-01-02T03:04:05Z") -> dict:
+    return {
+        "recipe": recipe,
+        "window": 512,
+        "stride": 256,
+        "tokens": 10,
+        "perplexity": 3.5,
+        "bits_per_byte": bits,
+        "experts_bytes": 1000,
+        "experts_bf16_bytes": 4000,
+        "date": date,
+        "commit": "abc",
+        "versions": {"firesteel": "0", "torch": "1", "transformers": "2", "python": "3"},
+        "machine": {"name": "CPU", "cpus": 2, "threads": 2, "load": 0.5},
+    }
+
+
+def write(folder: Path, *records: dict) -> None:
+    (folder / "cpu").mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(r) + "\n" for r in records)
+    (folder / "cpu" / "quality.jsonl").write_text(lines)
+
+
+def test_the_newest_result_of_a_recipe_counts(tables, tmp_path):
+    write(tmp_path, record("bf16", 2.0), record("int4", 9.0), record("int4", 2.1))
+    text = tables.render("quality", tmp_path)
+    assert "| `bf16` | 3.5000 | 2.0000 | +0.00 % | 1 kB | 4.00 |" in text
+    assert "| `int4` | 3.5000 | 2.1000 | +5.00 % | 1 kB | 4.00 |" in text
+    assert "9.0000" not in text
+    assert "Measured 2026-01-02, CPU (2 CPUs, 2 threads), commit abc, firesteel 0" in text
+
+
+def test_a_document_is_rewritten_between_the_marks_only(tables, tmp_path):
+    write(tmp_path, record("bf16", 2.0))
+    before = "head\n<!-- results quality -->\nold\n<!-- end -->\ntail\n"
+    after = tables.rewrite(before, tmp_path)
+    assert after.startswith("head\n<!-- results quality -->\n| experts |")
+    assert after.endswith("<!-- end -->\ntail\n")
+    assert "old" not in after
+    assert tables.rewrite(after, tmp_path) == after
+
+
+def test_without_results_the_document_says_so(tables, tmp_path):
+    assert tables.render("cpu", tmp_path) == "Not measured yet.\n"
+
+
+def test_the_docs_are_fresh(tables):
+    for name in tables.DOCS:
+        text = (ROOT / "docs" / name).read_text()
+        assert tables.rewrite(text, ROOT / "bench" / "results") == text
