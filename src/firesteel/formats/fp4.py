@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from firesteel.errors import CheckpointError, UnsupportedError
 from firesteel.formats.base import (
     SCALE_DTYPES,
     Divisor,
+    Format,
     GlobalScale,
     Multiplier,
     QuantizedMatrix,
@@ -28,7 +29,7 @@ from firesteel.formats.base import (
 from firesteel.formats.bits import pack_nibbles, unpack_nibbles
 from firesteel.formats.stored import check_matrix, check_scales, check_tensors, header_of
 
-__all__ = ["Fp4Layout"]
+__all__ = ["Fp4Format", "Fp4Layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +132,18 @@ class Fp4Layout:
                 + (" and not zero (it divides)" if is_divisor else "")
             )
         return Divisor(value) if is_divisor else Multiplier(value)
+
+
+class Fp4Format(Format):
+    """A format that is a layout and a config; subclasses read and write the config."""
+
+    layout: ClassVar[Fp4Layout]
+
+    def tensors(self, scheme: Scheme) -> dict[str, TensorHeader]:
+        return self.layout.tensors(scheme)
+
+    def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
+        return self.layout.unpack(scheme, stored)
+
+    def pack(self, scheme: Scheme, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        return self.layout.pack(scheme, matrix)

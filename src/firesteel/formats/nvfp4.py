@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from firesteel.formats.base import Format, QuantizedMatrix, Scheme, TensorHeader
+from firesteel.formats.base import Scheme, TensorHeader
 from firesteel.formats.config_groups import config_for_group, group_of_layer, is_compressed
-from firesteel.formats.fp4 import Fp4Layout
+from firesteel.formats.fp4 import Fp4Format, Fp4Layout
 from firesteel.formats.stored import check_headers
 
 __all__ = ["Nvfp4"]
@@ -36,9 +34,10 @@ _LAYOUT = Fp4Layout(
 )
 
 
-class Nvfp4(Format):
+class Nvfp4(Fp4Format):
     """NVFP4 weights of compressed-tensors, with or without quantised activations."""
 
+    layout = _LAYOUT
     name = _LAYOUT.format
     title = "NVFP4 (compressed-tensors)"
 
@@ -61,15 +60,6 @@ class Nvfp4(Format):
         scheme = _LAYOUT.scheme(layer, stored, group.weights.get("group_size"))
         check_headers(layer, stored=stored, expected=self.tensors(scheme), optional=self.optional())
         return scheme
-
-    def tensors(self, scheme: Scheme) -> dict[str, TensorHeader]:
-        return _LAYOUT.tensors(scheme)
-
-    def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
-        return _LAYOUT.unpack(scheme, stored)
-
-    def pack(self, scheme: Scheme, matrix: QuantizedMatrix) -> dict[str, Tensor]:
-        return _LAYOUT.pack(scheme, matrix)
 
     def config(self, scheme: Scheme, ignore: Sequence[str] = ()) -> dict[str, Any]:
         weights = {

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from firesteel.errors import CheckpointError, UnsupportedError
-from firesteel.formats.base import Format, QuantizedMatrix, Scheme, TensorHeader
-from firesteel.formats.fp4 import Fp4Layout
+from firesteel.formats.base import Scheme, TensorHeader
+from firesteel.formats.fp4 import Fp4Format, Fp4Layout
 from firesteel.formats.stored import check_headers, config_value, optional_value
 
 __all__ = ["Nvfp4Modelopt"]
@@ -38,9 +36,10 @@ _LAYOUT = Fp4Layout(
 )
 
 
-class Nvfp4Modelopt(Format):
+class Nvfp4Modelopt(Fp4Format):
     """NVFP4 weights of modelopt, with or without quantised activations."""
 
+    layout = _LAYOUT
     name = _LAYOUT.format
     title = "NVFP4 (modelopt)"
 
@@ -68,15 +67,6 @@ class Nvfp4Modelopt(Format):
         scheme = _LAYOUT.scheme(layer, stored, _group_size(entry))
         check_headers(layer, stored=stored, expected=self.tensors(scheme), optional=self.optional())
         return scheme
-
-    def tensors(self, scheme: Scheme) -> dict[str, TensorHeader]:
-        return _LAYOUT.tensors(scheme)
-
-    def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
-        return _LAYOUT.unpack(scheme, stored)
-
-    def pack(self, scheme: Scheme, matrix: QuantizedMatrix) -> dict[str, Tensor]:
-        return _LAYOUT.pack(scheme, matrix)
 
     def config(self, scheme: Scheme, ignore: Sequence[str] = ()) -> dict[str, Any]:
         return {
