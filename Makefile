@@ -42,7 +42,8 @@ demo: $(VENV)
 	@echo "== What the checkpoint holds, read from its headers"
 	$(BIN)/firesteel inspect $(LITTLE_MOE)
 	@echo "== Text from it, with its experts kept packed"
-	$(BIN)/firesteel generate $(LITTLE_MOE) --prompt "def read_file(path):" --max-new-tokens 64
+	$(BIN)/firesteel generate $(LITTLE_MOE) --prompt "    def __repr__(self):" \
+		--temperature 0.5 --seed 1
 
 # Tests marked interpret and compile set up Triton for a whole process, so each gets its own.
 test: export CUDA_VISIBLE_DEVICES :=
