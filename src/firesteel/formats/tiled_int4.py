@@ -23,7 +23,7 @@ __all__ = ["TiledInt4Weights", "can_tile"]
 
 _GROUP_SIZES = (32, 64, 128, 256)
 _TILE_ROWS = 64
-# Up to here the packed product takes less time than expanding and a 16-bit product.
+# The packed product's time grows with every row, that of expanding does not: where to change over.
 _MAX_PACKED_ROWS = 32
 
 
