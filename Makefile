@@ -13,7 +13,8 @@ VENV := .venv/.installed
 OLDEST_HOST := 5.16.0
 HOST := .hosts/$(OLDEST_HOST)
 LITTLE_MOE := examples/little_moe/int4-g128
-CODE := src tests tools examples $(wildcard bench)
+CODE := src tests tools examples setup.py $(wildcard bench)
+NATIVE := setup.py $(wildcard src/firesteel/launch/*.c src/firesteel/launch/*.h)
 
 # Checkpoints come from folders here, so no command may wait for a network.
 export HF_HUB_OFFLINE := 1
@@ -24,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@sed -n '1,2s/^# //p' Makefile
 
-$(VENV): requirements/ci.txt pyproject.toml
+$(VENV): requirements/ci.txt pyproject.toml $(NATIVE)
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or later; set PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements/ci.txt
@@ -49,6 +50,8 @@ demo: $(VENV)
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(VENV) $(HOST)/.installed
 	$(BIN)/pytest
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret
+	$(BIN)/pytest -m compile
 	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
 
 lint: $(VENV)
@@ -66,6 +69,6 @@ bench: $(VENV)
 	$(BIN)/firesteel bench quality
 
 clean:
-	rm -rf .venv .hosts build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis \
+	rm -rf .venv .hosts build dist src/*.egg-info src/firesteel/launch/*.so .pytest_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -122,9 +122,77 @@ def load_memory_table(records: Sequence[dict[str, Any]]) -> str:
     return markdown(head, rows)
 
 
+def launch_table(records: Sequence[dict[str, Any]]) -> str:
+    """Host time by size, its parts, and what was checked in the same run."""
+    host = [
+        [
+            f"{r['driver'].partition(':')[0]}, {row['tokens']} tokens",
+            str(row["launches"]),
+            f"{row['host_ns'] / 1000:.2f}",
+            _us(row["floor_ns"]),
+            _us(row["goal_ns"]),
+            {True: "yes", False: "NO", None: ""}[row["is_met"]],
+        ]
+        for r in records
+        for row in r["host"]
+    ]
+    head = ["driver", "launches", "host, us", "bare launch, us", "goal, us", "met"]
+    parts = [
+        [r["driver"].partition(":")[0], *(_us(r["components"][name]) for name in _PARTS)]
+        for r in records
+    ]
+    text = markdown(head, host) + "\n" + markdown(["driver", *_PARTS.values()], parts) + "\n"
+    for record in records:
+        text += "".join(f"- {line}\n" for line in _launch_facts(record))
+    return text
+
+
+_PARTS = {
+    "resolve_ns": "resolve, us",
+    "stream_ns": "stream, us",
+    "check_ns": "checks, us",
+    "patch_and_look_up_ns": "look up and patch, us",
+    "launch_ns_each": "one launch, us",
+    "triton_jit_launch_ns": "Triton's own launch, us",
+}
+
+
+def _us(nanoseconds: float | None) -> str:
+    return "" if nanoseconds is None else f"{nanoseconds / 1000:.2f}"
+
+
+def _launch_facts(record: dict[str, Any]) -> list[str]:
+    """What one run checked, in sentences."""
+    traffic, driver = record["traffic"], record["driver"].partition(":")[0]
+    found = [
+        f"{driver}: {traffic['calls']} calls, every count of 0..{record['plan']['max_tokens']} in "
+        f"random order with each type of ids: {traffic['compiles']} compiles, "
+        f"{traffic['environment_reads']} environment reads, {traffic['allocations']} allocations, "
+        f"{traffic['host_syncs']} host syncs; {traffic['keys_launched']} of "
+        f"{traffic['keys_planned']} planned keys reached, {traffic['launched_unplanned']} launched "
+        f"outside the plan."
+    ]
+    if "capture" in record:
+        capture, prewarm = record["capture"], record["prewarm"]
+        found += [
+            f"{driver}: captured as the first use of a layer at {capture['first_use_captured']} "
+            f"counts, replay equal to eager bit for bit at {capture['equal_to_eager']}.",
+            f"{driver}: prewarm of {prewarm['cold_compiled']} keys from nothing "
+            f"{prewarm['cold_seconds']:.2f} s on {record['machine']['cpus']} CPUs, from a bundle "
+            f"of {format_bytes(prewarm['bundle_bytes'])} {prewarm['bundle_seconds']:.3f} s.",
+        ]
+    for row in record.get("dependent_launch", ()):
+        found.append(
+            f"{driver}: {row['tokens']} tokens in a graph, {row['off_us']:.1f} us without and "
+            f"{row['on_us']:.1f} us with programmatic dependent launch."
+        )
+    return found
+
+
 BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], str]]] = {
     "quality": (("recipe", "window", "stride", "tokens"), quality_table),
     "cpu": (("model", "prefill_tokens", "decode_steps"), cpu_table),
+    "launch": (("model", "driver"), launch_table),
     "load_memory": (
         ("layers", "experts", "hidden_size", "intermediate_size", "recipe"),
         load_memory_table,

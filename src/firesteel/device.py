@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
 import torch
 
 from firesteel.errors import InvalidArgumentError
 
-__all__ = ["checked_device", "default_device", "device_name"]
+__all__ = [
+    "allocations",
+    "checked_device",
+    "default_device",
+    "device_name",
+    "is_capturing",
+    "stream_getter",
+    "supports_dependent_launch",
+    "synchronize",
+    "syncs_warn",
+]
 
 
 def default_device() -> torch.device:
@@ -17,7 +30,7 @@ def default_device() -> torch.device:
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """A device that tensors can be put on.
+    """A device that tensors can be put on; of "cuda", the current one.
 
     Raises
         InvalidArgumentError: no such device here, or "meta", which holds no numbers.
@@ -32,7 +45,58 @@ def checked_device(device: str | torch.device) -> torch.device:
         raise InvalidArgumentError(
             f"device: got {device!r}, there are {torch.cuda.device_count()} CUDA devices here"
         )
+    if str(found) == "cuda":
+        found = torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def stream_getter(device: torch.device) -> Callable[[int], int]:
+    """A function from a device's number to the handle of its current stream, without a sync.
+
+    A CPU has one stream, of handle 0.
+    """
+    if device.type == "cpu":
+        return lambda index: 0
+    # torch.cuda.current_stream makes an object: 4,400 ns against 95 (H200's host, torch 2.11).
+    getter: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
+    return getter
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is under CUDA graph capture."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether a GPU can start a kernel before the one before it has ended: sm_90 and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the device; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocations(device: torch.device) -> int:
+    """Allocations of the device's memory through torch so far; 0 for a CPU, which counts none."""
+    if device.type == "cpu":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))
+
+
+@contextmanager
+def syncs_warn(device: torch.device) -> Generator[None]:
+    """While open, torch warns at each operation that waits for the GPU."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def device_name(device: torch.device) -> str | None:

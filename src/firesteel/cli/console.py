@@ -57,12 +57,12 @@ def _one_line(message: str) -> str:
 
 def stdout() -> Console:
     """The console of results; wide where it is no terminal, so that no cell is cut."""
-    return _console(Console())
+    return _console(Console(markup=False, emoji=False))
 
 
 def stderr() -> Console:
     """The console of everything that is not a result."""
-    return _console(Console(stderr=True))
+    return _console(Console(stderr=True, markup=False, emoji=False))
 
 
 def _console(console: Console) -> Console:

@@ -213,6 +213,9 @@ def _count(number: int, noun: str) -> str:
 
 def _backend(report: LoadReport) -> str:
     text = f"{report.backend} on {report.device}"
-    if report.backend == "torch" and report.device.startswith("cuda"):
-        text += " (the PyTorch path: firesteel has no GPU kernels yet)"
+    for ready in report.kernels.ready:
+        text += f"; {ready.launcher} launcher, {ready.audit.prewarmed}"
+    if report.device.startswith("cuda"):
+        for reason, count in report.kernels.refused.items():
+            text += f"; {_count(count, 'layer')} on the PyTorch path: {reason}"
     return text

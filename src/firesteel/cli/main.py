@@ -1,4 +1,4 @@
-"""`firesteel inspect | generate | env | bench`: parses the command line and nothing else.
+"""`firesteel inspect | generate | plan | build | audit | env | bench`: parses the command line.
 
 The modules that do the work import torch, and some transformers; each command imports its own, so
 that `--help` is quick and `inspect` needs no host.
@@ -12,7 +12,20 @@ from typing import Annotated
 import typer
 
 import firesteel
+from firesteel.cli.bench.commands import bench
 from firesteel.cli.console import ErrorGroup
+from firesteel.cli.options import (
+    BatchInvariantOption,
+    CheckpointArgument,
+    CheckpointOption,
+    DeviceOption,
+    IdsOption,
+    JsonOption,
+    MaxTokensOption,
+    ModelOption,
+    RecipeOption,
+    TpOption,
+)
 
 __all__ = ["app"]
 
@@ -22,18 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantised mixture-of-experts checkpoints, with the experts kept packed.",
 )
-bench = typer.Typer(help="Measure, and print one JSON object a line with --json.")
 app.add_typer(bench, name="bench")
 
-CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="A folder, or a hub name (owner/name).")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Also append each line to a file.")]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")
-]
-_LITTLE = Path("examples/little_moe")
+_IDS = "int32,int64"
 
 
 def _print_version(value: bool) -> None:
@@ -117,67 +121,120 @@ def env(*, as_json: JsonOption = False) -> None:
     run(as_json=as_json)
 
 
-@bench.command()
-def quality(
+@app.command()
+def plan(
     *,
-    model: Annotated[
-        Path, typer.Option(help="A plain 16-bit checkpoint with a tokenizer.")
-    ] = _LITTLE / "bf16",
-    text: Annotated[Path, typer.Option(help="Text that it was not trained on.")] = _LITTLE
-    / "heldout.txt",
-    recipes: Annotated[
-        str | None,
+    model: ModelOption = None,
+    checkpoint: CheckpointOption = None,
+    tp: TpOption = 1,
+    recipe: RecipeOption = None,
+    max_tokens: MaxTokensOption = None,
+    ids: IdsOption = _IDS,
+    batch_invariant: BatchInvariantOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every kernel that a MoE layer can launch, from 0 tokens to the most. Needs no GPU."""
+    from firesteel.cli.planning import PlanChoice, run
+
+    choice = PlanChoice(
+        model=model,
+        checkpoint=checkpoint,
+        tp=tp,
+        recipe=recipe,
+        max_tokens=max_tokens,
+        ids=ids,
+        batch_invariant=batch_invariant,
+    )
+    run(choice, as_json=as_json)
+
+
+@app.command()
+def build(
+    *,
+    target: Annotated[str, typer.Option(help="GPUs, with commas between: sm_90,sm_120.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The bundle: new, or an empty folder.")],
+    model: ModelOption = None,
+    checkpoint: CheckpointOption = None,
+    tp: TpOption = 1,
+    recipe: RecipeOption = None,
+    max_tokens: MaxTokensOption = None,
+    ids: IdsOption = _IDS,
+    batch_invariant: BatchInvariantOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile every kernel of a plan into a bundle, from which a GPU machine loads. Needs no GPU.
+
+    FIRESTEEL_COMPILE_THREADS, FIRESTEEL_CACHE and FIRESTEEL_CACHE_DIR are as docs/environment.md
+    says. The bundle is written whole or not at all.
+    """
+    from firesteel.cli.building import BuildRequest, run
+    from firesteel.cli.planning import PlanChoice
+
+    choice = PlanChoice(
+        model=model,
+        checkpoint=checkpoint,
+        tp=tp,
+        recipe=recipe,
+        max_tokens=max_tokens,
+        ids=ids,
+        batch_invariant=batch_invariant,
+    )
+    run(BuildRequest(choice=choice, targets=target, out=out), as_json=as_json)
+
+
+@app.command()
+def audit(
+    *,
+    traffic: Annotated[
+        list[Path],
         typer.Option(
-            help="With commas between: bf16, recipes of --quantize, folders of checkpoints "
-            "that are quantised already."
+            metavar="FILE",
+            help="Token counts: one a line, # for comments; or a JSON list. May be repeated.",
+        ),
+    ],
+    model: ModelOption = None,
+    checkpoint: CheckpointOption = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE.json",
+            help="Instead of --model: what run time launches, as plan --json prints it. Of another "
+            "library, max_tokens and keys, each with the token ranges that use it.",
         ),
     ] = None,
-    window: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
-    stride: Annotated[int, typer.Option(help="Tokens from a window to the next.")] = 256,
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
-    out: OutOption = None,
-) -> None:
-    """Perplexity on held-out text, as it is and with the experts quantised on load."""
-    from firesteel.cli.bench.quality import DEFAULT_RECIPES, QualityRequest, run
-
-    if recipes is None:
-        recipes = ",".join((*DEFAULT_RECIPES, str(_LITTLE / "int4-g128")))
-    request = QualityRequest(
-        model=model,
-        text=text,
-        recipes=tuple(recipe.strip() for recipe in recipes.split(",")),
-        window=window,
-        stride=stride,
-        device=device,
-    )
-    run(request, as_json=as_json, out=out)
-
-
-@bench.command()
-def cpu(
-    *,
-    model: Annotated[Path, typer.Option(help="A quantised checkpoint.")] = _LITTLE / "int4-g128",
-    shape: Annotated[
-        str | None,
-        typer.Option(help="Random weights instead of --model: qwen3-30b-layers."),
+    prewarmed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="A JSON list of the keys that a warm-up compiled; those of the plan by default.",
+        ),
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 512,
-    decode: Annotated[int, typer.Option(help="Steps of one token.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Interleaved runs of each.")] = 5,
-    threads: Annotated[int | None, typer.Option(help="Of torch; all CPUs if not given.")] = None,
+    tp: TpOption = 1,
+    recipe: RecipeOption = None,
+    max_tokens: MaxTokensOption = None,
+    ids: IdsOption = _IDS,
+    batch_invariant: BatchInvariantOption = False,
     as_json: JsonOption = False,
-    out: OutOption = None,
 ) -> None:
-    """Speed of packed experts against transformers' own bf16 grouped_mm, in one run."""
-    from firesteel.cli.bench.cpu import CpuRequest, run
+    """Replay token counts through a plan: which keys they reach, and which were not prewarmed.
 
-    request = CpuRequest(
-        model=None if shape is not None else model,
-        shape=shape,
-        prefill=prefill,
-        decode=decode,
-        repeats=repeats,
-        threads=threads,
+    Exits with 0 when no launch misses and no count is beyond the plan, else with 1. Needs no GPU.
+    """
+    from firesteel.cli.auditing import AuditRequest, run
+    from firesteel.cli.planning import PlanChoice
+
+    choice = PlanChoice(
+        model=model,
+        checkpoint=checkpoint,
+        tp=tp,
+        recipe=recipe,
+        max_tokens=max_tokens,
+        ids=ids,
+        batch_invariant=batch_invariant,
     )
-    run(request, as_json=as_json, out=out)
+    request = AuditRequest(
+        choice=choice, traffic=tuple(traffic), plan_file=plan_file, prewarmed=prewarmed
+    )
+    if not run(request, as_json=as_json):
+        raise typer.Exit(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from firesteel.moe.experts import DenseWeights, MoeWeights
 from firesteel.moe.torch_backend import run_experts
 
 __all__ = ["IMPLEMENTATION", "PackedExperts", "PackedLinear", "experts_forward"]
+
+log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "firesteel"
 """The name under which `experts_forward` is registered with transformers."""
@@ -49,6 +53,7 @@ class PackedExperts(nn.Module):
         self.hidden_dim = geometry.hidden_size
         self.intermediate_dim = geometry.intermediate_size
         self.activation = activation
+        self.kernels: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.gate_up = PackedWeights(schemes[0], geometry.num_experts, num_parts=2)
         self.down = PackedWeights(schemes[1], geometry.num_experts)
         for name, rows in (
@@ -78,6 +83,17 @@ class PackedExperts(nn.Module):
                 "for experts that are packed"
             )
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moving or converting the module leaves its kernels bound to the tensors of before."""
+        if self.kernels is not None:
+            self.kernels = None
+            log.warning("experts were moved or converted: they run on the PyTorch path from here")
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the kernels, which belong to this process and device."""
+        return {**self.__dict__, "kernels": None}
 
     def moe_weights(self) -> MoeWeights:
         """The layer as a backend reads it."""
@@ -127,14 +143,24 @@ def experts_forward(
     """transformers' experts interface: `PackedExperts`, or a host's own dense experts module.
 
     hidden_states [M, K]; top_k_index [M, top_k] int32 or int64, where an id outside [0, E) adds
-    nothing; top_k_weights [M, top_k]. Returns [M, K].
+    nothing; top_k_weights [M, top_k]. Returns [M, K]. Packed experts run on GPU kernels where they
+    have them (`attach_kernels`), but for a call that wants a gradient.
 
     Raises
         InvalidArgumentError: a dense module whose experts have no gate, or a norm after them.
     """
-    is_packed = isinstance(module, PackedExperts)
-    weights = module.moe_weights() if is_packed else _dense_weights(module)
-    return run_experts(weights, hidden_states, top_k_index, top_k_weights)
+    if not isinstance(module, PackedExperts):
+        return run_experts(_dense_weights(module), hidden_states, top_k_index, top_k_weights)
+    needs_grad = torch.is_grad_enabled() and (
+        hidden_states.requires_grad or top_k_weights.requires_grad
+    )
+    if module.kernels is None or needs_grad:
+        weights = module.moe_weights()
+        return run_experts(weights, hidden_states, top_k_index, top_k_weights)
+    # Routers give strided rows and weights of their own types; kernels take what the spec says.
+    return module.kernels(
+        hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.float().contiguous()
+    )
 
 
 def _dense_weights(module: Any) -> MoeWeights:

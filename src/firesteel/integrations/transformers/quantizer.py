@@ -23,6 +23,7 @@ from firesteel.checkpoint.layers import ExpertLayer, scan
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.integrations.transformers.fill import fill
+from firesteel.integrations.transformers.kernels import attach_kernels
 from firesteel.integrations.transformers.modules import (
     IMPLEMENTATION,
     PackedExperts,
@@ -166,7 +167,9 @@ class FiresteelQuantizer(HfQuantizer):
         for name, parameter in model.named_parameters():
             # and leaves what it renames or merges in the type that the file has.
             parameter.data = parameter.data.to(self._dtypes[name])
-        self.report = fill(model, self._plan)
+        report = fill(model, self._plan)
+        modules = {path: model.get_submodule(path) for path in self._plan.experts}
+        self.report = report.with_kernels(attach_kernels(model, modules))
         self.quantization_config.saved = saved_config(self._plan)
         return model
 

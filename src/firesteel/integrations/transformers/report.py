@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from firesteel.formats.base import Scheme
 from firesteel.formats.stored import GROUP_SIZES
 from firesteel.formats.tiled_int4 import TiledInt4Weights
+from firesteel.integrations.transformers.kernels import KernelReport
 from firesteel.integrations.transformers.plan import LoadPlan
 
 __all__ = ["LoadReport", "describe", "plain_report", "report_of"]
@@ -31,9 +32,10 @@ class LoadReport:
         experts_bytes     bytes of the packed experts in memory
         experts_bf16_bytes  bytes that they would take as bf16
         linears_bytes, linears_bf16_bytes  the same for dense linears
-        backend, device   what runs the experts: "torch", or "torch-int4" where they are held as
-                          PyTorch's own packed int4 product for CPUs reads them
+        backend, device   what runs the experts: "triton" kernels, "torch", or "torch-int4" where
+                          they are held as PyTorch's own packed int4 product for CPUs reads them
         seconds           time to read and pack
+        kernels           which layers run on kernels, and why others do not
     """
 
     family: str
@@ -50,6 +52,13 @@ class LoadReport:
     device: str
     seconds: float
     extras: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    kernels: KernelReport = field(default_factory=KernelReport, repr=False, compare=False)
+
+    def with_kernels(self, kernels: KernelReport) -> LoadReport:
+        """The report once layers were put on kernels."""
+        backends = ["triton"] * bool(kernels.num_layers)
+        backends += [self.backend] * (kernels.num_layers < sum(self.experts.values()))
+        return replace(self, kernels=kernels, backend=", ".join(backends) or self.backend)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: every field but the tensors."""
@@ -67,6 +76,7 @@ class LoadReport:
             "backend": self.backend,
             "device": self.device,
             "seconds": round(self.seconds, 3),
+            "kernels": self.kernels.as_dict(),
         }
 
 

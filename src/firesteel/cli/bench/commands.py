@@ -1,0 +1,124 @@
+"""The command line of `firesteel bench`: parses it and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from firesteel.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    JsonOption,
+    MaxTokensOption,
+    ModelOption,
+    OutOption,
+    RecipeOption,
+    TpOption,
+)
+
+__all__ = ["bench"]
+
+bench = typer.Typer(help="Measure, and print one JSON object a line with --json.")
+
+_LITTLE = Path("examples/little_moe")
+
+
+@bench.command()
+def quality(
+    *,
+    model: Annotated[
+        Path, typer.Option(help="A plain 16-bit checkpoint with a tokenizer.")
+    ] = _LITTLE / "bf16",
+    text: Annotated[Path, typer.Option(help="Text that it was not trained on.")] = _LITTLE
+    / "heldout.txt",
+    recipes: Annotated[
+        str | None,
+        typer.Option(
+            help="With commas between: bf16, recipes of --quantize, folders of checkpoints "
+            "that are quantised already."
+        ),
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
+    stride: Annotated[int, typer.Option(help="Tokens from a window to the next.")] = 256,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """Perplexity on held-out text, as it is and with the experts quantised on load."""
+    from firesteel.cli.bench.quality import DEFAULT_RECIPES, QualityRequest, run
+
+    if recipes is None:
+        recipes = ",".join((*DEFAULT_RECIPES, str(_LITTLE / "int4-g128")))
+    request = QualityRequest(
+        model=model,
+        text=text,
+        recipes=tuple(recipe.strip() for recipe in recipes.split(",")),
+        window=window,
+        stride=stride,
+        device=device,
+    )
+    run(request, as_json=as_json, out=out)
+
+
+@bench.command()
+def cpu(
+    *,
+    model: Annotated[Path, typer.Option(help="A quantised checkpoint.")] = _LITTLE / "int4-g128",
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Random weights instead of --model: qwen3-30b-layers."),
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 512,
+    decode: Annotated[int, typer.Option(help="Steps of one token.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Interleaved runs of each.")] = 5,
+    threads: Annotated[int | None, typer.Option(help="Of torch; all CPUs if not given.")] = None,
+    as_json: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """Speed of packed experts against transformers' own bf16 grouped_mm, in one run."""
+    from firesteel.cli.bench.cpu import CpuRequest, run
+
+    request = CpuRequest(
+        model=None if shape is not None else model,
+        shape=shape,
+        prefill=prefill,
+        decode=decode,
+        repeats=repeats,
+        threads=threads,
+    )
+    run(request, as_json=as_json, out=out)
+
+
+@bench.command()
+def launch(
+    *,
+    model: ModelOption = None,
+    checkpoint: CheckpointOption = None,
+    tp: TpOption = 4,
+    recipe: RecipeOption = None,
+    max_tokens: MaxTokensOption = None,
+    captures: Annotated[
+        int, typer.Option(help="Random token counts to capture, besides 1 to 64.")
+    ] = 100,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """Host time of a MoE layer call, and whether its plan is complete; GLM-5.2 by default.
+
+    On a CPU against a driver that launches nothing.
+    """
+    from firesteel.cli.bench.launch import LaunchRequest, run
+    from firesteel.cli.planning import PlanChoice
+
+    choice = PlanChoice(
+        model=model or (None if checkpoint else "glm-5.2"),
+        checkpoint=checkpoint,
+        tp=tp,
+        recipe=recipe,
+        max_tokens=8192 if max_tokens is None else max_tokens,
+    )
+    request = LaunchRequest(choice=choice, device=device, captures=captures)
+    run(request, as_json=as_json, out=out)

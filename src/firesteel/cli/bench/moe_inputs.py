@@ -1,0 +1,72 @@
+"""Random weights and calls of a MoE layer, for measurements and checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firesteel.launch.key import DTYPES
+from firesteel.moe.spec import MoeSpec
+
+__all__ = ["Call", "random_call", "random_weights"]
+
+_IDS = {"i32": torch.int32, "i64": torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The tensors of one call, in the order in which a layer takes them."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    out: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four."""
+        return (self.x, self.topk_ids, self.topk_weights, self.out)
+
+    def rows(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The first so many tokens of each."""
+        x, ids, weights, out = (tensor[:num_tokens] for tensor in self.tensors)
+        return (x, ids, weights, out)
+
+
+def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """A tensor for each operand that a layer keeps: uniform codes, scales of a trained spread."""
+    generator = torch.Generator(device).manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for operand in spec.operands((("ids", "i32"),)):
+        if operand.is_per_call:
+            continue
+        shape, dtype = operand.shape_for(0), DTYPES[operand.dtype]
+        if operand.name.endswith(".codes"):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor.random_(-(1 << 15), 1 << 15, generator=generator)
+        elif operand.name.endswith(".zero_points"):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor.random_(0, 16, generator=generator)
+        elif operand.name == "expert_map":
+            tensor = torch.arange(shape[0], dtype=dtype, device=device) % spec.num_experts
+        else:
+            spread = torch.rand(shape, generator=generator, device=device)
+            tensor = ((spread + 0.5) * 0.005).to(dtype)
+        found[operand.name] = tensor
+    return found
+
+
+def random_call(
+    spec: MoeSpec, num_tokens: int, device: torch.device, *, ids: str = "i32", seed: int = 0
+) -> Call:
+    """Activations of unit spread, distinct experts a token, router weights that sum to 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+    k, experts = spec.hidden_size, spec.num_global_experts or spec.num_experts
+    dtype = DTYPES[spec.dtype]
+    x = torch.randn(num_tokens, k, generator=generator, device=device).to(dtype)
+    scores = torch.rand(num_tokens, experts, generator=generator, device=device)
+    values, chosen = scores.topk(spec.top_k, dim=1)
+    weights = values / values.sum(1, keepdim=True)
+    return Call(x, chosen.to(_IDS[ids]), weights.float(), torch.full_like(x, torch.nan))

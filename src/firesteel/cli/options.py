@@ -1,0 +1,66 @@
+"""Options that several commands take. Imports nothing that is slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "BatchInvariantOption",
+    "CheckpointArgument",
+    "CheckpointOption",
+    "DeviceOption",
+    "IdsOption",
+    "JsonOption",
+    "MaxTokensOption",
+    "ModelOption",
+    "OutOption",
+    "RecipeOption",
+    "TpOption",
+]
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A folder, or a hub name (owner/name).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout and nothing else.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Also append each line to a file.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu or cuda; the GPU if there is one.")
+]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="glm-5.2, deepseek-v3, qwen3-30b-a3b, gpt-oss-120b or mixtral-8x7b.",
+    ),
+]
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option("--checkpoint", metavar="FOLDER", help="Instead of --model: reads its headers."),
+]
+TpOption = Annotated[int, typer.Option("--tp", metavar="N", help="Ranks that share a layer.")]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help="How experts are stored: int4-g32, int4-g64 or int4-g128, each also with -asym. "
+        "By default int4-g128 with --model, and what the checkpoint has with --checkpoint.",
+    ),
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", metavar="N", help="Largest token count; FIRESTEEL_MAX_TOKENS, else 4096."
+    ),
+]
+IdsOption = Annotated[
+    str, typer.Option("--ids", help="Types of expert ids that callers pass: int32, int64 or both.")
+]
+BatchInvariantOption = Annotated[
+    bool,
+    typer.Option("--batch-invariant", help="A row has the same bits at every token count."),
+]

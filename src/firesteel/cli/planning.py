@@ -1,0 +1,217 @@
+"""`firesteel plan`: every launch of a MoE layer, by a model's name or from a checkpoint's headers.
+
+Nothing here needs a GPU. A checkpoint whose layers differ gives one plan a kind of layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+
+from firesteel.checkpoint.families import Family
+from firesteel.checkpoint.files import Checkpoint
+from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
+from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
+from firesteel.cli.keys import key_cells, spans
+from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from firesteel.formats.quantize import parse_recipe
+from firesteel.launch import Plan, plan
+from firesteel.moe.activation import Activation
+from firesteel.moe.spec import GROUP_SIZES, MoeSpec, geometry
+from firesteel.moe.supports import RECIPES, moe_spec_of
+from firesteel.settings import Settings
+
+__all__ = ["PlanChoice", "make_plans", "make_specs", "run"]
+
+_IDS = {"int32": "i32", "int64": "i64"}
+_DEFAULT_RECIPE = "int4-g128"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChoice:
+    """Which plan is meant.
+
+    Fields
+        model            a name of `firesteel.moe.spec.GEOMETRIES`; or
+        checkpoint       a folder, of which the headers are read
+        tp               ranks that share a layer
+        recipe           how the experts are stored: of a model by name, "int4-g128" by default;
+                         of a plain checkpoint, as `--quantize` takes it
+        max_tokens       largest token count; `Settings.max_tokens` by default
+        ids              types of the expert ids that callers pass, with commas between
+        batch_invariant  a row has the same bits at every token count
+    """
+
+    model: str | None = None
+    checkpoint: Path | None = None
+    tp: int = 1
+    recipe: str | None = None
+    max_tokens: int | None = None
+    ids: str = "int32,int64"
+    batch_invariant: bool = False
+
+
+def run(choice: PlanChoice, *, as_json: bool) -> None:
+    """Print the plan; with JSON, one object for each kind of layer."""
+    specs = make_specs(choice)
+    for number, spec in enumerate(specs):
+        start = time.perf_counter()
+        (made,) = make_plans(choice, (spec,))
+        seconds = time.perf_counter() - start
+        if as_json:
+            print_json(made.as_dict())
+            continue
+        if number:
+            stdout().print()
+        stdout().print(_tables(made, seconds))
+
+
+def make_plans(choice: PlanChoice, specs: Sequence[MoeSpec]) -> tuple[Plan, ...]:
+    """A plan of each spec.
+
+    Raises
+        InvalidArgumentError: `max_tokens` or a type of ids is not allowed.
+    """
+    max_tokens = choice.max_tokens
+    if max_tokens is None:
+        max_tokens = Settings.from_env().max_tokens
+    names = [name.strip() for name in choice.ids.split(",")]
+    if not set(names) <= set(_IDS):
+        raise InvalidArgumentError(
+            f"ids: got {choice.ids!r}, must be {' or '.join(_IDS)}, or both with a comma between"
+        )
+    flags = {"ids": [_IDS[name] for name in dict.fromkeys(names)]}
+    return tuple(plan(spec, max_tokens, flags=flags) for spec in specs)
+
+
+def make_specs(choice: PlanChoice) -> tuple[MoeSpec, ...]:
+    """The layer that is meant, or each kind of layer of the checkpoint.
+
+    Raises
+        InvalidArgumentError: not exactly one of model and checkpoint, or no such model or recipe.
+        CheckpointError: the checkpoint cannot be read.
+        UnsupportedError: no kernel exists for it.
+    """
+    if (choice.model is None) == (choice.checkpoint is None):
+        given = "neither" if choice.model is None else "both"
+        raise InvalidArgumentError(f"--model, --checkpoint: got {given}, must be exactly one")
+    if choice.model is not None:
+        specs = (_named(choice.model, choice),)
+    else:
+        assert choice.checkpoint is not None
+        specs = tuple(spec.shard(choice.tp) for spec in _stored(choice.checkpoint, choice.recipe))
+    if choice.batch_invariant:
+        specs = tuple(replace(spec, batch_invariant=True) for spec in specs)
+    return specs
+
+
+def _named(model: str, choice: PlanChoice) -> MoeSpec:
+    name = choice.recipe or _DEFAULT_RECIPE
+    recipe = parse_recipe(name)
+    if recipe.element != "int4" or recipe.group_size not in GROUP_SIZES:
+        raise UnsupportedError(f"recipe: got {name!r}, kernels exist for {RECIPES}")
+    return geometry(
+        model,
+        tensor_parallel=choice.tp,
+        group_size=recipe.group_size,
+        has_zero_points=recipe.has_zero_points,
+    )
+
+
+def _stored(folder: Path, recipe: str | None) -> tuple[MoeSpec, ...]:
+    """Each kind of layer of a checkpoint that has kernels; stderr says which layers have none."""
+    contents = scan(Checkpoint.open(folder), None if recipe is None else parse_recipe(recipe))
+    specs: dict[MoeSpec, list[int]] = {}
+    refused: dict[str, list[int]] = {}
+    for layer in contents.experts:
+        if layer.layer >= contents.geometry.num_layers:
+            continue
+        try:
+            specs.setdefault(_layer_spec(contents, layer), []).append(layer.layer)
+        except UnsupportedError as error:
+            refused.setdefault(str(error), []).append(layer.layer)
+    notes = [f"{_numbered(layers)}: {reason}" for reason, layers in refused.items()]
+    if not specs:
+        raise UnsupportedError("; ".join(notes))
+    if len(specs) > 1:
+        notes += [f"{_numbered(layers)}: {spec.title}" for spec, layers in specs.items()]
+    for note in notes:
+        stderr().print(note, highlight=False)
+    return tuple(specs)
+
+
+def _layer_spec(contents: Contents, layer: ExpertLayer) -> MoeSpec:
+    if not layer.is_packed:
+        raise UnsupportedError(
+            f"no kernel for these experts: they are stored plain; --recipe plans them as if "
+            f"quantised on load, {RECIPES}"
+        )
+    sizes, config = contents.geometry, contents.checkpoint.config
+    return moe_spec_of(
+        layer.scheme(0),
+        layer.scheme(2),
+        num_experts=sizes.num_experts,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        top_k=_top_k(config),
+        activation=_activation(contents.family, config),
+        dtype=_dtype(config),
+        has_bias=contents.family.has_bias,
+    )
+
+
+def _top_k(config: Mapping[str, Any]) -> int:
+    value = config.get("num_experts_per_tok")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok is {value!r}, must be a positive integer"
+        )
+    return value
+
+
+def _activation(family: Family, config: Mapping[str, Any]) -> Activation:
+    if family.activation is None:
+        return Activation(name=str(config.get("hidden_act")))
+    given = {"limit": config.get("swiglu_limit"), "alpha": config.get("swiglu_alpha")}
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise CheckpointError(f"config.json: swiglu_{name} is {value!r}, must be a number")
+    known = {name: value for name, value in given.items() if value is not None}
+    return Activation(name=family.activation, **known)
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    # Before transformers 5 it was torch_dtype.
+    name = str(config.get("dtype", config.get("torch_dtype")))
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"config.json: dtype is {name!r}, must be bfloat16 or float16")
+    return found
+
+
+def _numbered(layers: Sequence[int]) -> str:
+    """`layer 3`, or `layers 3, 4`."""
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
+
+
+def _tables(made: Plan, seconds: float) -> Group:
+    ranges = made.ranges()
+    keys = table("key>", "kernel", "tokens", "what sets it apart", "warps>", "stages>")
+    for number, cells in enumerate(key_cells(made.keys)):
+        kernel, apart, warps, stages = cells
+        tokens = spans(ranges[made.keys[number]])
+        keys.add_row(str(number), kernel, tokens, apart, warps, stages)
+    regions = table("workspace", "dtype", "shape", "bytes>")
+    for region in made.workspace.regions.values():
+        shape = " x ".join(map(str, region.shape))
+        regions.add_row(region.name, region.dtype, shape, f"{region.num_bytes:,}")
+    total = made.workspace.num_bytes
+    regions.add_row("total", "", f"{format_bytes(total)} with padding", f"{total:,}")
+    title = f"{made.spec.title}: {len(made.keys)} keys for 0..{made.max_tokens} tokens"
+    return Group(title, "", keys, "", regions, "", f"digest {made.digest}, {seconds:.2f} s")

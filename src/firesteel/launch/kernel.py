@@ -1,0 +1,338 @@
+"""A Triton function as a planner sees it: which parameters it has, and what it is made of."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from firesteel.errors import InvalidArgumentError
+from firesteel.launch.key import ALIGNED, DTYPES, Constexpr, LaunchKey
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction, KernelParam
+
+__all__ = ["Argument", "Kernel", "Launch", "Stride"]
+
+_INTEGERS = ("i32", "i64")
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """The stride, in elements, of dimension 0 of a tensor that each call passes."""
+
+    tensor: str
+
+
+Argument = str | int | float | Stride
+"""What a run-time parameter is given: a tensor or region by name, a number, or a stride."""
+
+
+# By type of the parameter: what it may be given, in classes and in words.
+_ALLOWED: dict[str, tuple[tuple[type, ...], str]] = {
+    "*": ((str,), "the name of a tensor"),
+    # No stride: one past 2**31 would be cut off unseen.
+    "i32": ((int,), "an integer"),
+    "i64": ((int, Stride), "an integer or a stride"),
+    "fp32": ((int, float), "a number"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch for one token count.
+
+    Fields
+        kernel     what is launched
+        key        the compiled form of it
+        grid       programs along x, y and z; a zero launches nothing
+        arguments  one for each run-time parameter of the key, in order
+    """
+
+    kernel: Kernel
+    key: LaunchKey
+    grid: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A `triton.jit` function that can be planned.
+
+    Args:
+        function: the decorated function. Each run-time integer of it must be annotated (`tl.int64`
+            or `tl.int32`) and named in `do_not_specialize`: either alone leaves Triton free to
+            compile it anew for 1, for multiples of 16 and past 2**31. A pointer that callers may
+            pass unaligned must be named in `do_not_specialize_on_alignment`.
+        launches_empty: whether one program, with every integer 0 and every pointer at a zeroed
+            1 MiB, ends normally. `prewarm` launches such a kernel once; another it only loads.
+    """
+
+    function: Any
+    launches_empty: bool = True
+    _keys: dict[Any, LaunchKey] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def name(self) -> str:
+        """Module and name of the function."""
+        python = self.function.fn
+        return f"{python.__module__}.{python.__qualname__}"
+
+    @cached_property
+    def parameters(self) -> tuple[Any, ...]:
+        """Triton's own description of each parameter, in order.
+
+        Raises
+            InvalidArgumentError: not a `triton.jit` function, or one made for the interpreter.
+        """
+        found = getattr(self.function, "params", None)
+        if found is None:
+            raise InvalidArgumentError(
+                f"function: got {self.function!r}, must be decorated by triton.jit with "
+                "TRITON_INTERPRET unset"
+            )
+        return tuple(found)
+
+    def key(
+        self,
+        types: Mapping[str, str | None],
+        constexprs: Mapping[str, Constexpr] | None = None,
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        pdl: bool = False,
+        cooperative: bool = False,
+    ) -> LaunchKey:
+        """The key of one compiled form.
+
+        Args:
+            types: of each run-time parameter: "*bf16" (an element of `DTYPES`) for a pointer, None
+                for a tensor that is absent, "i64", "i32" or "fp32".
+            constexprs: of each compile-time parameter that has no default.
+
+        Raises
+            InvalidArgumentError: a parameter is missing, unknown, of another type than annotated,
+                or an integer that Triton would specialise.
+        """
+        values: Mapping[str, object] = {} if constexprs is None else constexprs
+        options = (num_warps, num_stages, pdl, cooperative)
+        # As text, which tells True from 1 and 0.0 from -0.0.
+        given = tuple((name, type(value), repr(value)) for name, value in values.items())
+        asked = (tuple(types.items()), given, options)
+        found = self._keys.get(asked)
+        if found is None:
+            found = self._key(types, values, options)
+            self._keys[asked] = found
+        return found
+
+    def _key(
+        self,
+        types: Mapping[str, str | None],
+        constexprs: Mapping[str, object],
+        options: tuple[int, int, bool, bool],
+    ) -> LaunchKey:
+        constant = {parameter.name for parameter in self.parameters if parameter.is_constexpr}
+        for what, given, known in (
+            ("types", types, {p.name for p in self.parameters} - constant),
+            ("constexprs", constexprs, constant),
+        ):
+            if unknown := set(given) - known:
+                raise InvalidArgumentError(
+                    f"{what}: {self.name} has no such {sorted(unknown)}, must be of {sorted(known)}"
+                )
+        _check_options(self.name, *options)
+        arguments: list[tuple[str, str]] = []
+        constants: list[tuple[str, Constexpr]] = []
+        for parameter in self.parameters:
+            name = parameter.name
+            if parameter.is_constexpr:
+                if name not in constexprs and not parameter.has_default:
+                    raise InvalidArgumentError(f"constexprs: {self.name} needs {name}")
+                constants.append((name, self._constant(name, constexprs, parameter.default)))
+            elif name not in types:
+                raise InvalidArgumentError(f"types: {self.name} needs {name}")
+            elif (kind := types[name]) is None:
+                constants.append((name, None))
+            else:
+                arguments.append((name, self._type(parameter, kind)))
+        return LaunchKey(self.name, tuple(arguments), tuple(constants), *options)
+
+    def _constant(self, name: str, given: Mapping[str, object], default: object) -> Constexpr:
+        value = given.get(name, default)
+        # A NaN differs from itself, so no table could hold its key.
+        if (value is not None and not isinstance(value, int | float | str)) or value != value:
+            raise InvalidArgumentError(
+                f"constexprs: {self.name}.{name} is {value!r}, must be a number, text or None"
+            )
+        return value
+
+    def _type(self, parameter: KernelParam, kind: str) -> str:
+        where = f"types: {self.name}.{parameter.name}"
+        if kind.startswith("*"):
+            if kind[1:] not in DTYPES:
+                raise InvalidArgumentError(
+                    f"{where} is {kind!r}, must point to one of {', '.join(DTYPES)}"
+                )
+            if parameter.do_not_specialize:
+                raise InvalidArgumentError(
+                    f"{where} is a pointer in do_not_specialize, must not be: use "
+                    "do_not_specialize_on_alignment"
+                )
+            return kind if parameter.do_not_specialize_on_alignment else kind + ALIGNED
+        if kind not in (*_INTEGERS, "fp32"):
+            raise InvalidArgumentError(f"{where} is {kind!r}, must be a pointer, i32, i64 or fp32")
+        if parameter.annotation_type != kind or not parameter.do_not_specialize:
+            raise InvalidArgumentError(
+                f"{where} is {kind}, must be annotated so and named in do_not_specialize, or "
+                "Triton compiles it anew for 1, for multiples of 16 and past 2**31"
+            )
+        return kind
+
+    def launch(
+        self, key: LaunchKey, grid: tuple[int, int, int], arguments: Mapping[str, Argument]
+    ) -> Launch:
+        """A launch of `key`, with what each of its run-time parameters is given.
+
+        Raises
+            InvalidArgumentError: an argument is missing, unknown, or no value for its type.
+        """
+        if key.kernel != self.name:
+            raise InvalidArgumentError(f"key: got one of {key.kernel}, must be of {self.name}")
+        if set(arguments) != {name for name, _ in key.arguments}:
+            names = [name for name, _ in key.arguments]
+            raise InvalidArgumentError(
+                f"arguments: {self.name} was given {sorted(arguments)}, must be {sorted(names)}"
+            )
+        for name, kind in key.arguments:
+            value = arguments[name]
+            allowed, words = _ALLOWED["*" if kind.startswith("*") else kind]
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise InvalidArgumentError(
+                    f"arguments: {self.name}.{name} is {value!r}, must be {words}"
+                )
+        return Launch(self, key, grid, tuple(arguments[name] for name, _ in key.arguments))
+
+    @cached_property
+    def source_digest(self) -> str:
+        """SHA-256 of the source of this function and of all that it calls, wherever it stands.
+
+        Comments and line numbers above a function do not matter; a global constant that the code
+        reads does. Triton's own language is covered by its version, which the cache keys hold too.
+        """
+        digest = hashlib.sha256()
+        for name, text in sorted(_closure(self.function).items()):
+            digest.update(f"{name}\0{text}\0".encode())
+        return digest.hexdigest()
+
+
+def _check_options(name: str, warps: object, stages: object, *switches: object) -> None:
+    if type(warps) is not int or warps not in (1, 2, 4, 8, 16, 32):
+        raise InvalidArgumentError(f"num_warps: {name} has {warps!r}, must be a power of 2 to 32")
+    if type(stages) is not int or stages < 0:
+        raise InvalidArgumentError(f"num_stages: {name} has {stages!r}, must be an integer from 0")
+    if not all(isinstance(switch, bool) for switch in switches):
+        raise InvalidArgumentError(
+            f"pdl, cooperative: {name} has {switches}, must be True or False each"
+        )
+
+
+def _closure(function: JITFunction[Any]) -> dict[str, str]:
+    """Source of every function reached, and values of the globals that they read."""
+    found: dict[str, str] = {}
+    pending: list[Any] = [function.fn]
+    visited: list[object] = []
+    while pending:
+        python = pending.pop()
+        if python in visited:
+            continue
+        # Numbered, since functions that one factory makes have one name.
+        name = f"{len(visited)}:{python.__module__}.{python.__qualname__}"
+        visited.append(python)
+        source = textwrap.dedent(inspect.getsource(python))
+        tree = ast.parse(source)
+        found[name] = _tokens(source)
+        for reference, value in _references(tree, inspect.getclosurevars(python)):
+            called = _python_function(value)
+            if called is None:
+                # Also what is callable: a `tl.constexpr` is.
+                if not isinstance(value, ModuleType):
+                    found[f"{name}:{reference}"] = repr(value)
+            elif called.__module__.partition(".")[0] != "triton":
+                pending.append(called)
+    return found
+
+
+def _python_function(value: object) -> FunctionType | None:
+    """What a `triton.jit`, `triton.constexpr_function` or plain function was written as."""
+    inner = getattr(value, "fn", None) or getattr(value, "__wrapped__", value)
+    return inner if isinstance(inner, FunctionType) else None
+
+
+def _tokens(source: str) -> str:
+    """The code without comments, blank lines and its place in the file; of any Python version."""
+    # The last line of a file may lack its end.
+    source = source.rstrip() + "\n"
+    lines = source.splitlines(keepends=True)
+    found: list[str] = []
+    # Python 3.12 and later part an f-string into tokens; before, it is one.
+    opens, closes = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))
+    starts: list[tuple[int, int]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == opens:
+            starts.append(token.start)
+        elif token.type == closes:
+            start = starts.pop()
+            if not starts:
+                found.append(_between(lines, start, token.end))
+        elif not starts and token.type not in (tokenize.COMMENT, tokenize.NL):
+            found.append(token.string)
+    return "\0".join(found)
+
+
+def _between(lines: Sequence[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """The text between two places, each a row from 1 and a column."""
+    rows = list(lines[start[0] - 1 : end[0]])
+    # The end first: both may be in one row.
+    rows[-1] = rows[-1][: end[1]]
+    rows[0] = rows[0][start[1] :]
+    return "".join(rows)
+
+
+def _references(tree: ast.AST, variables: inspect.ClosureVars) -> Iterator[tuple[str, Any]]:
+    """Each name, and each attribute of a module, that the code reads outside Triton itself."""
+    known = {**variables.globals, **variables.nonlocals}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in known:
+            value = known[node.id]
+            if not isinstance(value, ModuleType):
+                yield node.id, value
+        elif isinstance(node, ast.Attribute):
+            found = _attribute(node, known)
+            if found is not None:
+                yield found
+
+
+def _attribute(node: ast.Attribute, known: Mapping[str, Any]) -> tuple[str, Any] | None:
+    path: list[str] = [node.attr]
+    inner = node.value
+    while isinstance(inner, ast.Attribute):
+        path.append(inner.attr)
+        inner = inner.value
+    if not isinstance(inner, ast.Name) or not isinstance(known.get(inner.id), ModuleType):
+        return None
+    value: Any = known[inner.id]
+    if value.__name__.partition(".")[0] == "triton":
+        return None
+    for name in reversed(path):
+        if not hasattr(value, name):
+            return None
+        value = getattr(value, name)
+    return ".".join([inner.id, *reversed(path)]), value

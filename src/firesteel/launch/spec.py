@@ -1,0 +1,128 @@
+"""What an operation must say of itself to be planned: tensors, workspace, and `select`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+from firesteel.errors import InvalidArgumentError
+from firesteel.launch.kernel import Launch
+from firesteel.launch.key import DTYPES
+
+__all__ = ["NUM_TOKENS", "Flags", "Operand", "Region", "Spec", "all_flags"]
+
+NUM_TOKENS = "M"
+"""In an operand's shape: the token count of the call."""
+
+Flags = tuple[tuple[str, str], ...]
+"""What callers vary besides the token count, as sorted (name, value) pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that the caller owns.
+
+    Fields
+        name        as launches name it
+        dtype       key of `DTYPES`
+        shape       with `NUM_TOKENS` in front where each call passes another tensor; one without
+                    it is given once, to `bind`
+        has_stride  rows may lie further apart than they are long (a `Stride` argument says how far)
+        is_aligned  whether it must start at a multiple of 16 bytes
+        is_written  whether a launch writes it
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    has_stride: bool = False
+    is_aligned: bool = True
+    is_written: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidArgumentError(
+                f"operand {self.name}: dtype {self.dtype!r}, must be one of {', '.join(DTYPES)}"
+            )
+        if NUM_TOKENS in self.shape[1:] or not all(
+            size == NUM_TOKENS or (isinstance(size, int) and size >= 0) for size in self.shape
+        ):
+            raise InvalidArgumentError(
+                f"operand {self.name}: shape {self.shape}, must be sizes, {NUM_TOKENS!r} only first"
+            )
+
+    @property
+    def is_per_call(self) -> bool:
+        """Whether each call passes another tensor."""
+        return bool(self.shape) and self.shape[0] == NUM_TOKENS
+
+    def shape_for(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape in a call with so many tokens."""
+        return tuple(num_tokens if size == NUM_TOKENS else int(size) for size in self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of the workspace, which the launches of one call use among themselves."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidArgumentError(
+                f"region {self.name}: dtype {self.dtype!r}, must be one of {', '.join(DTYPES)}"
+            )
+        if any(size < 0 for size in self.shape):
+            raise InvalidArgumentError(
+                f"region {self.name}: shape {self.shape}, must be sizes from 0"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes, without padding."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Spec(Protocol):
+    """An operation that can be planned: a frozen value whose methods are pure and total.
+
+    None of them asks a device, the environment or a clock, so that a plan made on one machine is
+    the plan of every other.
+    """
+
+    @property
+    def title(self) -> str:
+        """One line that says which operation of which sizes this is."""
+        ...
+
+    def flags(self) -> Mapping[str, tuple[str, ...]]:
+        """What callers may vary, and every value that it may have; {} for nothing."""
+        ...
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        """The caller's tensors; those of each call in the order in which `run` takes them."""
+        ...
+
+    def workspace(self, num_tokens: int) -> tuple[Region, ...]:
+        """The regions that a call needs; the same names at every count, never shrinking."""
+        ...
+
+    def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+        """The launches of a call, in order. The only chooser: the plan enumerates it."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that `select` depends on, for JSON."""
+        ...
+
+
+def all_flags(allowed: Mapping[str, tuple[str, ...]]) -> Iterator[Flags]:
+    """Every combination of the values."""
+    names = sorted(allowed)
+    for values in product(*(allowed[name] for name in names)):
+        yield tuple(zip(names, values, strict=True))

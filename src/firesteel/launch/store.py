@@ -1,0 +1,185 @@
+"""Compiled kernels on disk: a cache that many processes share, and bundles made beforehand.
+
+Both are folders of one file a kernel, named by the digest of what it was compiled from, so that a
+file is either exactly what is wanted or of no use. Files are written under a name of their own and
+renamed: a reader sees a whole file or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from firesteel.errors import InvalidArgumentError
+from firesteel.launch.binary import FORMAT, Binary, triton_version
+
+__all__ = ["Bundle", "Cache", "write_bundle"]
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_SUFFIX = ".kernel"
+
+
+class Cache:
+    """The folder of kernels that this user's processes have compiled.
+
+    A file that is corrupt is rebuilt, with one warning a cache; so is a folder that cannot be read
+    or written worked without.
+
+    Args:
+        folder: made when first written to; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._has_warned = False
+
+    def read(self, digest: str) -> Binary | None:
+        """The kernel of this digest, or None."""
+        if self._folder is None:
+            return None
+        path = self._path(self._folder, digest)
+        try:
+            return Binary.from_bytes(path.read_bytes(), digest)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self._warn(f"{path}: {error}; compiled again")
+            return None
+
+    def write(self, binary: Binary) -> None:
+        """Keep a kernel."""
+        if self._folder is None:
+            return
+        path = self._path(self._folder, binary.digest)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_whole(path, binary.to_bytes())
+        except OSError as error:
+            self._warn(f"{path}: {error}; kernels of this process are not kept")
+
+    @staticmethod
+    def _path(folder: Path, digest: str) -> Path:
+        return folder / "kernels" / digest[:2] / (digest + _SUFFIX)
+
+    def _warn(self, message: str) -> None:
+        if not self._has_warned:
+            log.warning("kernel cache: %s", message)
+        self._has_warned = True
+
+
+class Bundle:
+    """A folder that `write_bundle` made, opened to read.
+
+    Raises
+        InvalidArgumentError: the folder has no manifest, or not one of this format.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_bytes())
+            found = (self.manifest["format"], self.manifest["targets"], self.manifest["triton"])
+            self._entries = dict(self.manifest["entries"])
+            ", ".join(found[1])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(
+                f"bundle: {folder} has no readable {_MANIFEST}: {error!r}; "
+                "must be a folder that `firesteel build` made"
+            ) from error
+        if found[0] != FORMAT:
+            raise InvalidArgumentError(f"bundle: {folder} is of format {found[0]}, not {FORMAT}")
+        self._has_warned = False
+
+    def read(self, digest: str, target: str) -> Binary | None:
+        """The kernel of this digest; None, with one warning a bundle, where it cannot be used."""
+        name = digest + _SUFFIX
+        if digest not in self._entries:
+            self._warn(self._why_not(target))
+            return None
+        try:
+            data = (self.folder / name).read_bytes()
+            if data.partition(b"\n")[0].decode("ascii", "replace") != self._entries[digest]:
+                raise ValueError("its hash is not the manifest's")
+            return Binary.from_bytes(data, digest)
+        except (OSError, ValueError) as error:
+            self._warn(f"{name}: {error}")
+            return None
+
+    def _why_not(self, target: str) -> str:
+        if target not in self.manifest["targets"]:
+            return f"it is for {', '.join(self.manifest['targets'])}, this device is {target}"
+        if self.manifest["triton"] != triton_version():
+            return f"it was made by Triton {self.manifest['triton']}, here is {triton_version()}"
+        return "it was made of other sources, or of another plan"
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            log.warning("bundle %s cannot be used: %s; compiling instead", self.folder, why)
+        self._has_warned = True
+
+
+def write_bundle(
+    folder: Path, binaries: Iterable[Binary], *, plans: Iterable[str], targets: Iterable[str]
+) -> int:
+    """Write a bundle, whole or not at all; returns its bytes.
+
+    Args:
+        folder: must not exist, or be empty.
+        binaries: the kernels of every plan and target.
+        plans: digests of the plans.
+        targets: as "sm_90".
+
+    Raises
+        InvalidArgumentError: the folder holds something, or cannot be written.
+    """
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InvalidArgumentError(f"out: {folder} exists, must be new or an empty folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise InvalidArgumentError(f"out: cannot write {folder}: {error}") from error
+    total = 0
+    try:
+        entries: dict[str, str] = {}
+        for binary in binaries:
+            data = binary.to_bytes()
+            (partial / (binary.digest + _SUFFIX)).write_bytes(data)
+            entries[binary.digest] = data.partition(b"\n")[0].decode()
+            total += len(data)
+        manifest = {
+            "format": FORMAT,
+            "triton": triton_version(),
+            "targets": sorted(targets),
+            "plans": sorted(plans),
+            "entries": entries,
+        }
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        partial.chmod(0o755)
+        partial.replace(folder)
+    except OSError as error:
+        raise InvalidArgumentError(f"out: cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return total
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,151 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# ruff: noqa: ANN001, ANN201, ANN202
+"""Routing: routes sorted by expert, and the table of tiles that the weight kernels work through.
+
+A route is a pair of a token and a slot; its expert is the one of `topk_ids`, or the one that
+`expert_map` gives for it. A route whose expert is not in [0, E) is none, and is not placed.
+
+Example: ids [1, 0, -1, 1, 1], E 3, BLOCK_M 2 give counts [1, 3, 0], route_ids [1, 0, 3, 4],
+expert_offsets [0, 1, 4, 4], num_blocks 3, block_expert [0, 1, 1], block_row [0, 1, 3].
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from firesteel.moe.tile import local_expert
+
+__all__ = ["count_kernel", "place_kernel"]
+
+
+@triton.jit(
+    do_not_specialize=["R"], do_not_specialize_on_alignment=["topk_ids_ptr", "expert_map_ptr"]
+)
+def count_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    counts_ptr,
+    R: tl.int64,
+    E: tl.constexpr,
+    NUM_GLOBAL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """counts[e] = number of routes whose expert is e
+
+    name        shape         dtype        layout      traffic
+    topk_ids    [R]           int32/int64  contiguous  read E times
+    expert_map  [NUM_GLOBAL]  int32        contiguous  or None; read at each route, E times
+    counts      [E]           int32        contiguous  written once; needs no init
+
+    Grid      (E,); one program counts one expert.
+    Key       dtypes, whether there is a map, E, NUM_GLOBAL, BLOCK_R, PDL.
+    Numerics  integers; the same bits every run.
+    Bytes     E * R * (bytes of an id), from L2 but for the first
+    Range     R below 2**31.
+    Oracle    count_reference
+    """
+    if PDL:
+        gdc_wait()
+    expert = tl.program_id(0)
+    count = tl.zeros((BLOCK_R,), dtype=tl.int32)
+    for start in range(0, R, BLOCK_R):
+        routes = start + tl.arange(0, BLOCK_R)
+        owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
+        count += (owners == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(count, axis=0))
+
+
+@triton.jit
+def count_all(
+    topk_ids_ptr,
+    expert_map_ptr,
+    R,
+    E: tl.constexpr,
+    NUM_GLOBAL: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Routes of every expert, `[E_BLOCK]` int32."""
+    bins = tl.arange(0, E_BLOCK)
+    counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    for start in range(0, R, BLOCK_R):
+        routes = start + tl.arange(0, BLOCK_R)
+        owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
+        # A histogram has no bin for none, so those are counted in bin 0 and taken out again.
+        num_lost = tl.sum((owners < 0).to(tl.int32), axis=0)
+        counts += tl.histogram(tl.maximum(owners, 0).to(tl.int32), E_BLOCK)
+        counts -= tl.where(bins == 0, num_lost, 0)
+    return counts
+
+
+@triton.jit(
+    do_not_specialize=["R"], do_not_specialize_on_alignment=["topk_ids_ptr", "expert_map_ptr"]
+)
+def place_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    counts_ptr,
+    route_ids_ptr,
+    expert_offsets_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    num_blocks_ptr,
+    R: tl.int64,
+    E: tl.constexpr,
+    NUM_GLOBAL: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sort routes by expert, stable, and cut each expert's into tiles of BLOCK_M
+
+    name            shape         dtype        layout      traffic
+    topk_ids        [R]           int32/int64  contiguous  read E times (2 E without counts)
+    expert_map      [NUM_GLOBAL]  int32        contiguous  or None; read at each route
+    counts          [E]           int32        contiguous  read E times; None: counted here
+    route_ids       [R]           int32        contiguous  the routed first; the rest not written
+    expert_offsets  [E + 1]       int32        contiguous  written once; needs no init
+    block_expert    [tiles]       int32        contiguous  num_blocks written; the rest as it was
+    block_row       [tiles]       int32        contiguous  as block_expert
+    num_blocks      [1]           int32        contiguous  written once; needs no init
+
+    Grid      (E,); one program places one expert's routes and writes its tiles.
+    Key       dtypes, whether there are a map and counts, constexprs.
+    Numerics  integers; the same bits every run.
+    Bytes     E * R * (bytes of an id) + 4 * E**2, from L2 but for the first; 4 * R written
+    Range     R below 2**31. E_BLOCK is a power of two, at least E, at most 2**20 with counts and
+              2048 without (a wider histogram does not fit the registers).
+    Oracle    place_reference
+    """
+    if PDL:
+        gdc_wait()
+    expert = tl.program_id(0)
+    bins = tl.arange(0, E_BLOCK)
+    if counts_ptr is not None:
+        counts = tl.load(counts_ptr + bins, mask=bins < E, other=0)
+    else:
+        counts = count_all(topk_ids_ptr, expert_map_ptr, R, E, NUM_GLOBAL, E_BLOCK, BLOCK_R)
+    tiles = (counts + (BLOCK_M - 1)) // BLOCK_M
+    first_place = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    first_tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    num_tiles = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
+    tl.store(expert_offsets_ptr + expert, first_place)
+    if expert == E - 1:
+        tl.store(expert_offsets_ptr + E, tl.sum(counts, axis=0))
+        tl.store(num_blocks_ptr, tl.sum(tiles, axis=0))
+    for start in range(0, num_tiles, 64):
+        tile = start + tl.arange(0, 64)
+        is_tile = tile < num_tiles
+        tl.store(block_expert_ptr + first_tile + tile, tl.zeros_like(tile) + expert, mask=is_tile)
+        tl.store(block_row_ptr + first_tile + tile, first_place + tile * BLOCK_M, mask=is_tile)
+    place = first_place
+    for start in range(0, R, BLOCK_R):
+        routes = start + tl.arange(0, BLOCK_R)
+        owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
+        is_mine = owners == expert
+        rank = tl.cumsum(is_mine.to(tl.int32), axis=0)
+        tl.store(route_ids_ptr + place + rank - 1, routes.to(tl.int32), mask=is_mine)
+        place += tl.sum(is_mine.to(tl.int32), axis=0)

@@ -1,0 +1,246 @@
+"""`MoeSpec`: what changes a quantised MoE layer's weights or results, as a value that plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
+from firesteel.moe.activation import Activation
+
+__all__ = ["GEOMETRIES", "ID_DTYPES", "Int4Weights", "MoeSpec", "check_weights", "geometry"]
+
+ID_DTYPES = ("i32", "i64")
+GROUP_SIZES = (32, 64, 128)
+BLOCK_K = 128
+_DTYPES = ("bf16", "fp16")
+_SCALES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Weights:
+    """How a stack of int4 matrices is stored.
+
+    Fields
+        group_size       columns that share a scale: 32, 64, or a multiple of 128
+        scale            type of the scales: bf16, fp16 or fp32
+        has_zero_points  stored zero points; else the zero point is 8
+        has_bias         a bias a row, in the layer's dtype
+    """
+
+    group_size: int = 128
+    scale: str = "bf16"
+    has_zero_points: bool = False
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A W4A16 MoE layer: route, FC1 with its activation, FC2, weighted sum.
+
+    Fields
+        hidden_size, intermediate_size  K and N; N of one rank where a layer is sharded
+        num_experts        E, the experts held here
+        top_k              experts a token
+        dtype              of x, out and biases: bf16 or fp16
+        w13, w2            how the two stacks are stored
+        activation         between FC1 and FC2
+        num_global_experts length of `expert_map`, which gives each global id its place here or -1;
+                           None where ids name the experts held here
+        weight_on_input    the router weight multiplies FC1's product, not FC2's
+        batch_invariant    a row has the same bits at every token count
+        pdl                launches may start before the one before has ended; needs sm_90 or later
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    dtype: str = "bf16"
+    w13: Int4Weights = field(default_factory=Int4Weights)
+    w2: Int4Weights = field(default_factory=Int4Weights)
+    activation: Activation = field(default_factory=Activation)
+    num_global_experts: int | None = None
+    weight_on_input: bool = False
+    batch_invariant: bool = False
+    pdl: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
+            _check_size(name, getattr(self, name))
+        if self.num_global_experts is not None:
+            _check_size("num_global_experts", self.num_global_experts)
+        ids = self.num_global_experts or self.num_experts
+        if self.top_k > ids:
+            raise InvalidArgumentError(f"top_k: got {self.top_k}, must be at most {ids} experts")
+        if self.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
+            )
+        if self.hidden_size % 8:
+            raise UnsupportedError(
+                f"hidden_size: got {self.hidden_size}, must be a multiple of 8: rows of x and out "
+                "start at multiples of 16 bytes"
+            )
+        check_weights("w13", self.w13, self.hidden_size)
+        check_weights("w2", self.w2, self.intermediate_size)
+
+    @property
+    def title(self) -> str:
+        """One line for tables and logs."""
+        kind = f"int4-g{self.w13.group_size}" + ("-asym" if self.w13.has_zero_points else "")
+        return (
+            f"MoE {kind} K={self.hidden_size} N={self.intermediate_size} E={self.num_experts} "
+            f"top_k={self.top_k} {self.dtype} {self.activation.name}"
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Matrices that FC1 stacks: 2 (gate, up), or 1 for an activation without a gate."""
+        return 2 if self.activation.is_gated else 1
+
+    def shard(self, tensor_parallel: int) -> MoeSpec:
+        """The layer of one rank of so many.
+
+        Raises
+            InvalidArgumentError: the intermediate size, or a scale group of it, cannot be split so.
+        """
+        n = self.intermediate_size
+        _check_size("tensor_parallel", tensor_parallel)
+        if n % tensor_parallel:
+            raise InvalidArgumentError(
+                f"tensor_parallel: got {tensor_parallel}, must divide intermediate_size {n}"
+            )
+        group_size = n // tensor_parallel if self.w2.group_size == n else self.w2.group_size
+        if (n // tensor_parallel) % group_size:
+            raise InvalidArgumentError(
+                f"tensor_parallel: got {tensor_parallel}, a rank's {n // tensor_parallel} columns "
+                f"must be whole scale groups of {group_size}"
+            )
+        return replace(
+            self,
+            intermediate_size=n // tensor_parallel,
+            w2=replace(self.w2, group_size=group_size),
+        )
+
+    def flags(self) -> Mapping[str, tuple[str, ...]]:
+        """Callers choose the type of the ids: int32 or int64, read as they are."""
+        return {"ids": ID_DTYPES}
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        """The layer's tensors, then those of a call: x, topk_ids, topk_weights, out."""
+        k, n = self.hidden_size, self.intermediate_size
+        found = [
+            *self._weights("w13", self.w13, self.num_parts * n, k),
+            *self._weights("w2", self.w2, k, n),
+        ]
+        if self.num_global_experts is not None:
+            shape = (self.num_global_experts,)
+            found.append(Operand("expert_map", "i32", shape, is_aligned=False))
+        ids = dict(flags)["ids"]
+        routes = (NUM_TOKENS, self.top_k)
+        return (
+            *found,
+            Operand("x", self.dtype, (NUM_TOKENS, k), has_stride=True),
+            Operand("topk_ids", ids, routes, is_aligned=False),
+            Operand("topk_weights", "fp32", routes, is_aligned=False),
+            Operand("out", self.dtype, (NUM_TOKENS, k), has_stride=True, is_written=True),
+        )
+
+    def _weights(self, name: str, stored: Int4Weights, rows: int, k: int) -> list[Operand]:
+        e, groups = self.num_experts, -(-k // stored.group_size)
+        found = [
+            # Words of four codes: block of 128 columns, then 32 words of it.
+            Operand(f"{name}.codes", "i16", (e, rows, -(-k // BLOCK_K), 32)),
+            Operand(f"{name}.scales", stored.scale, (e, rows, groups)),
+        ]
+        if stored.has_zero_points:
+            found.append(Operand(f"{name}.zero_points", "u8", (e, rows, groups)))
+        if stored.has_bias:
+            found.append(Operand(f"{name}.bias", self.dtype, (e, rows)))
+        return found
+
+    def workspace(self, num_tokens: int) -> tuple[Region, ...]:
+        """Routing tables, FC1's output and FC2's."""
+        from firesteel.moe.plan import workspace
+
+        return workspace(self, num_tokens)
+
+    def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+        """The launches of a call; see `firesteel.moe.plan`."""
+        from firesteel.moe.plan import select
+
+        return select(self, num_tokens, flags)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return asdict(self)
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        raise InvalidArgumentError(f"{name}: got {value!r}, must be a positive integer")
+
+
+def check_weights(name: str, stored: Int4Weights, k: int) -> None:
+    group_size = stored.group_size
+    fits = group_size in GROUP_SIZES or group_size == k or group_size % BLOCK_K == 0
+    if group_size <= 0 or not fits or k % group_size:
+        fitting = [size for size in GROUP_SIZES if k % size == 0]
+        raise UnsupportedError(
+            f"{name}.group_size: got {group_size} for {k} columns, must divide them and be 32, 64, "
+            f"128, a multiple of 128 or all of them; of the first three {fitting} divide"
+        )
+    if stored.scale not in _SCALES:
+        raise UnsupportedError(
+            f"{name}.scale: got {stored.scale!r}, must be one of {', '.join(_SCALES)}"
+        )
+
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "glm-5.2": {"hidden_size": 6144, "intermediate_size": 2048, "num_experts": 256, "top_k": 8},
+    "deepseek-v3": {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8},
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 768,
+        "num_experts": 128,
+        "top_k": 8,
+    },
+    "gpt-oss-120b": {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_experts": 128,
+        "top_k": 4,
+        "activation": Activation(name="swigluoai"),
+    },
+    "mixtral-8x7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_experts": 8,
+        "top_k": 2,
+    },
+}
+"""Fields of `MoeSpec` by model, from each model's config.json."""
+
+_WITH_BIAS = ("gpt-oss-120b",)
+
+
+@lru_cache(maxsize=64)
+def geometry(
+    name: str, *, tensor_parallel: int = 1, group_size: int = 128, has_zero_points: bool = False
+) -> MoeSpec:
+    """The layer of a model by name, int4 with bf16 scales.
+
+    Raises
+        InvalidArgumentError: no such model, or it cannot be split so.
+        UnsupportedError: the group size does not divide the model's sizes.
+    """
+    if name not in GEOMETRIES:
+        raise InvalidArgumentError(f"model: got {name!r}, must be one of {', '.join(GEOMETRIES)}")
+    stored = Int4Weights(
+        group_size=group_size, has_zero_points=has_zero_points, has_bias=name in _WITH_BIAS
+    )
+    return MoeSpec(**GEOMETRIES[name], w13=stored, w2=stored).shard(tensor_parallel)

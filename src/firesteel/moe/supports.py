@@ -1,0 +1,98 @@
+"""From how a checkpoint stores a layer's matrices to the `MoeSpec` that plans it, or why not."""
+
+from __future__ import annotations
+
+import torch
+
+from firesteel.errors import UnsupportedError
+from firesteel.formats.base import Scheme
+from firesteel.moe.activation import Activation
+from firesteel.moe.spec import Int4Weights, MoeSpec, check_weights
+
+__all__ = ["RECIPES", "moe_spec_of"]
+
+RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym"
+"""The recipes that kernels exist for, in words for error messages."""
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SCALES = ("bf16", "fp16", "fp32")
+
+
+def moe_spec_of(
+    w13: Scheme,
+    w2: Scheme,
+    *,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    top_k: int,
+    activation: Activation,
+    dtype: torch.dtype,
+    has_bias: bool,
+    pdl: bool = True,
+) -> MoeSpec:
+    """The layer whose gate and up are all stored as `w13` says, and whose down as `w2`.
+
+    Args:
+        w13, w2: of one matrix each: gate or up `[intermediate, hidden]`, down
+            `[hidden, intermediate]`.
+        dtype: of activations and biases.
+        pdl: whether launches may overlap; needs sm_90 or later.
+
+    Raises
+        UnsupportedError: no kernel reads it; the message has every reason.
+        InvalidArgumentError: a size is not positive, or `top_k` is larger than the experts.
+    """
+    reasons: list[str] = []
+    if dtype not in _DTYPES:
+        reasons.append(f"dtype: got {dtype}, must be bfloat16 or float16")
+    if hidden_size % 8:
+        reasons.append(f"hidden_size: got {hidden_size}, must be a multiple of 8")
+    up, down = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+    reasons += _reasons("gate and up", w13, up)
+    reasons += _reasons("down", w2, down)
+    if reasons:
+        raise UnsupportedError(f"no kernel for these experts: {'; '.join(reasons)}")
+    return MoeSpec(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_experts=num_experts,
+        top_k=top_k,
+        dtype=_DTYPES[dtype],
+        w13=_stored(w13, has_bias),
+        w2=_stored(w2, has_bias),
+        activation=activation,
+        pdl=pdl,
+    )
+
+
+def _stored(scheme: Scheme, has_bias: bool) -> Int4Weights:
+    return Int4Weights(
+        group_size=scheme.group_size,
+        scale=scheme.scale,
+        has_zero_points=scheme.has_zero_points,
+        has_bias=has_bias,
+    )
+
+
+def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
+    """Why no kernel reads matrices of this scheme; nothing where one does."""
+    found: list[str] = []
+    if (scheme.n, scheme.k) != shape:
+        found.append(
+            f"{name}: matrices are {[scheme.n, scheme.k]}, the layer's sizes give {list(shape)}"
+        )
+    if scheme.element != "int4":
+        found.append(f"{name}: element is {scheme.element}, must be int4")
+    if scheme.scale not in _SCALES:
+        found.append(f"{name}: scales are {scheme.scale}, must be one of {', '.join(_SCALES)}")
+    else:
+        try:
+            check_weights(name, _stored(scheme, has_bias=False), scheme.k)
+        except UnsupportedError as error:
+            found.append(str(error))
+    if scheme.has_group_index:
+        found.append(f"{name}: columns name their group (act-order), must lie in order")
+    if scheme.global_scale != "none":
+        found.append(f"{name}: has a matrix-wide scale ({scheme.global_scale}), must have none")
+    return found

@@ -1,0 +1,190 @@
+# pyright: basic
+# pyright: reportAssignmentType=false
+# ruff: noqa: ANN001, ANN201
+"""What the two weight kernels share: whose rows a program has, int4 numbers, the activation.
+
+A weight kernel computes out^T = W x^T a tile at a time: BLOCK_N rows of W on the left, BLOCK_M
+routes on the right, so that the numbers of a weight go from registers into the product. A block
+of 128 columns of W is 32 words of 16 bits a row; plane p of them (bits 4p..) is columns
+32p .. 32p + 31, so one shift and one mask give a whole left operand (`formats.packed.pack_codes`).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def local_expert(topk_ids_ptr, expert_map_ptr, routes, is_route, E, NUM_GLOBAL: tl.constexpr):
+    """The expert held here of each route, as int64; -1 where it has none or is not `is_route`."""
+    ids = tl.load(topk_ids_ptr + routes, mask=is_route, other=-1).to(tl.int64)
+    if expert_map_ptr is not None:
+        is_global = (ids >= 0) & (ids < NUM_GLOBAL)
+        ids = tl.load(expert_map_ptr + ids, mask=is_global, other=-1).to(tl.int64)
+    return tl.where((ids >= 0) & (ids < E), ids, -1)
+
+
+@triton.jit
+def find_tile(
+    topk_ids_ptr,
+    expert_map_ptr,
+    route_ids_ptr,
+    expert_offsets_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    num_blocks_ptr,
+    tile,
+    R,
+    E: tl.constexpr,
+    NUM_GLOBAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """expert (int64), first place, number of rows (0: nothing to do) of a program's tile.
+
+    Packed: the tile table has them. Direct (`route_ids_ptr` is None): tile r is route r alone.
+    """
+    if route_ids_ptr is not None:
+        is_tile = tile < tl.load(num_blocks_ptr)
+        expert = tl.load(block_expert_ptr + tile, mask=is_tile, other=0).to(tl.int64)
+        first = tl.load(block_row_ptr + tile, mask=is_tile, other=0)
+        end = tl.load(expert_offsets_ptr + expert + 1, mask=is_tile, other=0)
+        num_rows = tl.minimum(end - first, BLOCK_M)
+    else:
+        expert = local_expert(topk_ids_ptr, expert_map_ptr, tile, tile < R, E, NUM_GLOBAL)
+        first = tile
+        num_rows = (expert >= 0).to(tl.int32)
+    return expert, first, num_rows
+
+
+@triton.jit
+def numbers_of_plane(words, zero, PLANE: tl.constexpr):
+    """code - zero point of one plane of int16 words, exactly, in zero's dtype.
+
+    `zero` is what `zero_of` gives: with the bits of a power of two whose last place is 1 above
+    them, the four bits of a code are that power plus the code.
+    """
+    codes = (words >> (4 * PLANE)) & 15
+    if zero.dtype == tl.bfloat16:
+        numbers = (codes | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif zero.dtype == tl.float16:
+        numbers = (codes | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers - zero
+
+
+@triton.jit
+def zero_of(zero_points, dtype: tl.constexpr):
+    """What `numbers_of_plane` subtracts; exact for zero points of 0 to 128."""
+    if dtype == tl.bfloat16:
+        zero = zero_points + 128.0
+    elif dtype == tl.float16:
+        zero = zero_points + 1024.0
+    else:
+        zero = zero_points
+    return zero.to(dtype)
+
+
+@triton.jit
+def load_columns(x_rows, is_row, start, PLANE: tl.constexpr, K: tl.constexpr):
+    """Columns of one plane as the right operand `[32, BLOCK_M]`; 0 from K on and in no row."""
+    k = start + 32 * PLANE + tl.arange(0, 32)
+    mask = is_row[:, None]
+    if K % 128 != 0:
+        mask = mask & (k < K)[None, :]
+    return tl.trans(tl.load(x_rows[:, None] + k[None, :], mask=mask, other=0.0))
+
+
+@triton.jit
+def add_block(
+    acc,
+    codes_ptrs,
+    scales_ptrs,
+    zeros_ptrs,
+    is_out,
+    block,
+    x0,
+    x1,
+    x2,
+    x3,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+):
+    """acc + the product of one 128-column block of W with x, `[BLOCK_N, BLOCK_M]` fp32.
+
+    codes_ptrs `[BLOCK_N, 32]` at block 0; scales_ptrs and zeros_ptrs `[BLOCK_N]` at group 0.
+    Planes that share a scale are summed before they are scaled.
+    """
+    IS_WIDE: tl.constexpr = GROUP_SIZE == K or GROUP_SIZE % 128 == 0
+    PLANES: tl.constexpr = 4 if IS_WIDE else GROUP_SIZE // 32
+    words = tl.load(codes_ptrs + block * 32, mask=is_out[:, None], other=0)
+    # Of a type that arithmetic below cannot widen.
+    zero = zero_of(tl.full((1, 1), 8.0, tl.float32), x0.dtype)
+    for span in tl.static_range(4 // PLANES):
+        column = block * 128 + span * 32 * PLANES
+        group = 0 if GROUP_SIZE == K else column // GROUP_SIZE
+        mask = is_out
+        if K % 128 != 0:
+            mask = mask & (column < K)
+        scale = tl.load(scales_ptrs + group, mask=mask, other=0.0).to(tl.float32)
+        if zeros_ptrs is not None:
+            points = tl.load(zeros_ptrs + group, mask=mask, other=0).to(tl.float32)
+            zero = zero_of(points, x0.dtype)[:, None]
+        part = tl.zeros(acc.shape, dtype=tl.float32)
+        for plane in tl.static_range(4):
+            if plane // PLANES == span:
+                x = x0 if plane == 0 else x1 if plane == 1 else x2 if plane == 2 else x3
+                numbers = numbers_of_plane(words, zero, plane)
+                part = tl.dot(numbers, x, part, input_precision="ieee")
+        acc += part * scale[:, None]
+    return acc
+
+
+@triton.jit
+def sigmoid(value):
+    """1 / (1 + exp(-value)) of fp32; 0 and 1 far out, never NaN from a number."""
+    return 1.0 / (1.0 + tl.exp(-value))
+
+
+@triton.jit
+def tanh(value):
+    """tanh of fp32, within a few units of the last place also near 0, where 1 - exp cancels."""
+    square = value * value
+    small = value * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
+    decay = tl.exp(-2.0 * tl.abs(value))
+    large = (1.0 - decay) / (1.0 + decay)
+    large = tl.where(value < 0, -large, large)
+    return tl.where(square < 0.04, small, large)
+
+
+@triton.jit
+def activate(
+    gate,
+    up,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+):
+    """The activation of fp32 tiles, by its name in `firesteel.moe.activation`; NaN stays NaN.
+
+    LIMIT is `Activation.clamp_limit`. Without up rows `up` is not read.
+    """
+    tl.static_assert(
+        ACTIVATION == "silu"
+        or ACTIVATION == "swigluoai"
+        or ACTIVATION == "situ"
+        or ACTIVATION == "relu2"
+    )
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if ACTIVATION == "silu":
+        acted = gate * sigmoid(gate) * up
+    elif ACTIVATION == "swigluoai":
+        acted = gate * sigmoid(ALPHA * gate) * (up + BETA)
+    elif ACTIVATION == "situ":
+        acted = 4.0 * tanh(gate / 4.0) * sigmoid(gate) * (25.0 * tanh(up / 25.0))
+    else:
+        positive = tl.where(gate < 0.0, 0.0, gate)
+        acted = positive * positive
+    return acted

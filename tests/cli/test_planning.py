@@ -1,0 +1,191 @@
+import json
+import shutil
+import time
+
+import pytest
+
+from firesteel.cli.keys import distinctions, spans
+from firesteel.launch import LaunchKey, plan
+from firesteel.moe.spec import GEOMETRIES, geometry
+from tests.checkpoints import STORAGES, edit_config, write
+from tests.cli.command import CHECKPOINTS, INT4, ROOT, assert_error, invoke, invoke_json
+
+LITTLE = ROOT / "examples" / "little_moe"
+SEED = ("--model", "glm-5.2", "--tp", 4, "--recipe", "int4-g128")
+
+
+def test_the_reference_geometry_is_planned():
+    result = invoke("plan", *SEED, "--max-tokens", 64)
+    assert result.exit_code == 0
+    first, _, *rows = (" ".join(line.split()) for line in result.stdout.splitlines())
+    title = "MoE int4-g128 K=6144 N=512 E=256 top_k=8 bf16 silu"
+    assert first == f"{title}: 10 keys for 0..64 tokens"
+    assert rows[0] == "key kernel tokens what sets it apart warps stages"
+    assert rows[1] == "0 gate_up_kernel 1-4 int32 ids, direct 4 3"
+    assert rows[3] == "2 combine_kernel 1-64 int32 ids 4 3"
+    assert rows[5] == "4 gate_up_kernel 5-64 packed 4 3"
+    assert "hidden bf16 512 x 512 524,288" in rows
+    made = plan(geometry("glm-5.2", tensor_parallel=4), 64)
+    assert f"{made.workspace.num_bytes:,}" in result.stdout
+    assert f"digest {made.digest}, " in rows[-1]
+    assert result.stderr == ""
+
+
+def test_help_names_the_commands():
+    assert {"plan", "build", "audit"} <= set(invoke("--help").stdout.split())
+
+
+def test_json_is_the_plan_and_3072_tokens_are_quick():
+    start = time.process_time()
+    found = invoke_json("plan", *SEED, "--max-tokens", 3072)
+    # About a second; ten times that would be another order of work.
+    assert time.process_time() - start < 10
+    made = plan(geometry("glm-5.2", tensor_parallel=4), 3072)
+    assert found == json.loads(json.dumps(made.as_dict()))
+    assert len(found["keys"]) == 16
+    assert found["flags"] == [{"ids": "i32"}, {"ids": "i64"}]
+
+
+@pytest.mark.parametrize("model", list(GEOMETRIES))
+def test_every_model_by_name(model: str):
+    found = invoke_json("plan", "--model", model, "--recipe", "int4-g64-asym", "--max-tokens", 8)
+    assert found["spec"]["hidden_size"] == GEOMETRIES[model]["hidden_size"]
+    assert found["spec"]["w13"]["group_size"] == found["spec"]["w2"]["group_size"] == 64
+    assert found["spec"]["w13"]["has_zero_points"]
+    assert found["spec"]["w2"]["has_bias"] == (model == "gpt-oss-120b")
+
+
+def test_ids_narrow_the_plan():
+    assert invoke_json("plan", *SEED, "--max-tokens", 4, "--ids", "int64")["flags"] == [
+        {"ids": "i64"}
+    ]
+    both = invoke_json("plan", *SEED, "--max-tokens", 4, "--ids", "int64, int32")
+    assert both["flags"] == [{"ids": "i64"}, {"ids": "i32"}]
+
+
+def test_batch_invariant_is_another_spec():
+    found = invoke_json("plan", *SEED, "--max-tokens", 64, "--batch-invariant")
+    assert found["spec"]["batch_invariant"] is True
+    assert {key["constexprs"].get("BLOCK_M", 64) for key in found["keys"]} == {64}
+
+
+def test_max_tokens_is_the_operators(monkeypatch):
+    monkeypatch.setenv("FIRESTEEL_MAX_TOKENS", "12")
+    assert invoke_json("plan", *SEED)["max_tokens"] == 12
+    assert invoke_json("plan", *SEED, "--max-tokens", 3)["max_tokens"] == 3
+    monkeypatch.setenv("FIRESTEEL_MAX_TOKENS", "0")
+    assert_error(invoke("plan", *SEED), "FIRESTEEL_MAX_TOKENS", "'0'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["--model, --checkpoint: got neither, must be exactly one"]),
+        (("--model", "glm-5.2", "--checkpoint", LITTLE), ["got both"]),
+        (("--model", "glm-9"), ["model: got 'glm-9'", "glm-5.2", "mixtral-8x7b"]),
+        (("--model", "glm-5.2", "--recipe", "int8-g128"), ["'int8-g128'", "int4-g128"]),
+        (("--model", "glm-5.2", "--recipe", "int4-g256"), ["kernels exist for int4-g32"]),
+        (("--model", "glm-5.2", "--recipe", "nvfp4"), ["'nvfp4'", "kernels exist for"]),
+        (("--model", "glm-5.2", "--recipe", "int4"), ["recipe: got 'int4', must be"]),
+        (("--model", "glm-5.2", "--tp", 3), ["tensor_parallel: got 3", "2048"]),
+        (("--model", "glm-5.2", "--tp", 0), ["tensor_parallel: got 0"]),
+        (("--model", "gpt-oss-120b"), ["group_size: got 128 for 2880 columns", "[32, 64]"]),
+        (("--model", "glm-5.2", "--ids", "int16"), ["ids: got 'int16'", "int32 or int64"]),
+        (("--model", "glm-5.2", "--ids", ""), ["ids: got ''"]),
+        (("--model", "glm-5.2", "--max-tokens", -1), ["max_tokens: got -1"]),
+        (("--model", "glm-5.2", "--max-tokens", 2**30), ["max_tokens: got"]),
+        (("--checkpoint", "nowhere"), ["nowhere", "must be a folder"]),
+        (("--checkpoint", LITTLE / "bf16"), ["layers 0, 1, 2, 3", "stored plain", "--recipe"]),
+        (("--checkpoint", LITTLE / "int4-g128", "--recipe", "int4-g32"), ["quantised already"]),
+        (("--checkpoint", LITTLE / "bf16", "--recipe", "int8-g128"), ["int8, must be int4"]),
+        (("--checkpoint", CHECKPOINTS / "llmcompressor-mxfp4a16-w4-g32-sym"), ["e2m1", "e8m0"]),
+    ],
+)
+def test_errors_are_named(arguments: tuple, words: list[str]):
+    assert_error(invoke("plan", *arguments), *words)
+
+
+def test_a_checkpoint_is_planned_from_its_headers(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr("firesteel.checkpoint.files.Reader.tensor", refuse)
+    spec = invoke_json("plan", "--checkpoint", INT4, "--max-tokens", 4)["spec"]
+    config = json.loads((INT4 / "config.json").read_text())
+    assert spec["hidden_size"] == config["hidden_size"]
+    assert spec["intermediate_size"] == config["moe_intermediate_size"]
+    assert spec["top_k"] == config["num_experts_per_tok"]
+    assert (spec["dtype"], spec["w13"]["scale"], spec["w13"]["group_size"]) == ("bf16", "bf16", 32)
+
+
+def test_a_plain_checkpoint_is_planned_as_if_quantised_on_load():
+    folder = LITTLE / "bf16"
+    found = invoke_json("plan", "--checkpoint", folder, "--recipe", "int4-g64", "--max-tokens", 4)
+    assert found["spec"]["w2"]["group_size"] == 64
+
+
+def test_biases_and_constants_come_from_the_checkpoint(tmp_path):
+    written = write(tmp_path / "gpt", "gpt_oss", STORAGES["ct-w4-g32"])
+    edit_config(written.path, swiglu_limit=5.0)
+    spec = invoke_json("plan", "--checkpoint", written.path, "--max-tokens", 2)["spec"]
+    assert spec["w13"]["has_bias"]
+    assert (spec["activation"]["name"], spec["activation"]["limit"]) == ("swigluoai", 5.0)
+
+
+def test_layers_that_differ_are_planned_apart(tmp_path):
+    written = write(tmp_path / "mixed", "qwen3_moe", STORAGES["ct-w4-g32"], plain_layers=(1,))
+    result = invoke("plan", "--checkpoint", written.path, "--max-tokens", 2, "--json")
+    (line,) = result.stdout.splitlines()
+    assert json.loads(line)["spec"]["num_experts"] > 0
+    assert result.stderr.startswith("layer 1: no kernel for these experts: they are stored plain")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_experts_per_tok": None}, ["num_experts_per_tok is None"]),
+        ({"num_experts_per_tok": "2"}, ["num_experts_per_tok is '2'"]),
+        ({"dtype": None, "torch_dtype": None}, ["dtype is 'None'"]),
+        ({"dtype": "float32"}, ["dtype: got torch.float32, must be bfloat16 or float16"]),
+        ({"hidden_act": "gelu"}, ["activation: got 'gelu'"]),
+    ],
+)
+def test_a_config_that_cannot_be_planned(tmp_path, fields: dict, words: list[str]):
+    shutil.copytree(INT4, tmp_path, dirs_exist_ok=True)
+    edit_config(tmp_path, **fields)
+    assert_error(invoke("plan", "--checkpoint", tmp_path), *words)
+
+
+def key(kernel: str, *, warps: int = 4, arguments: tuple = (), **constexprs) -> LaunchKey:
+    return LaunchKey(f"m.{kernel}", arguments, tuple(constexprs.items()), num_warps=warps)
+
+
+def test_no_two_keys_of_a_plan_read_alike():
+    made = plan(geometry("glm-5.2", tensor_parallel=4), 3072)
+    shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
+    assert len(set(shown)) == len(made.keys) == 16
+
+
+def test_a_key_is_told_apart_by_what_varies_and_no_more():
+    keys = [
+        key("a", BLOCK=16, K=64),
+        key("a", BLOCK=32, K=64),
+        key("a", BLOCK=32, K=64, warps=8),
+        key("b", BLOCK=99),
+    ]
+    assert distinctions(keys) == [
+        "BLOCK 16, num_warps 4",
+        "BLOCK 32, num_warps 4",
+        "BLOCK 32, num_warps 8",
+        "",
+    ]
+
+
+def test_a_tensor_that_is_absent_tells_keys_apart():
+    keys = [key("a", arguments=(("bias_ptr", "*bf16"),)), key("a", bias_ptr=None)]
+    assert distinctions(keys) == ["bias_ptr *bf16", "bias_ptr absent"]
+
+
+def test_many_ranges_are_cut():
+    assert spans([(1, 4), (6, 6)]) == "1-4, 6"
+    assert spans([(i, i) for i in range(6)]) == "0, 1, 2, 3, and 2 more"

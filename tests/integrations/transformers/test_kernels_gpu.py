@@ -1,0 +1,150 @@
+"""Loaded models on the GPU kernels: which layers are, that they say so, and the same numbers."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firesteel.integrations.transformers import PackedExperts, load_model, load_report
+
+pytestmark = pytest.mark.gpu
+
+CHECKPOINTS = sorted((Path(__file__).parents[2] / "data" / "checkpoints").iterdir())
+LITTLE = Path(__file__).parents[3] / "examples" / "little_moe" / "int4-g128"
+
+
+def _experts(model: Any) -> list[PackedExperts]:
+    return [module for module in model.modules() if isinstance(module, PackedExperts)]
+
+
+def _without_kernels(model: Any) -> Any:
+    """The same model on the PyTorch path."""
+    other = copy.deepcopy(model)
+    assert all(module.kernels is None for module in _experts(other))
+    return other
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids.cuda()).logits.float().cpu()
+
+
+@pytest.fixture
+def little() -> Any:
+    return load_model(LITTLE, device="cuda")
+
+
+@pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda path: path.name)
+def test_a_checkpoint_on_kernels_gives_what_the_pytorch_path_gives(folder: Path) -> None:
+    model = load_model(folder, device="cuda", dtype=torch.bfloat16)
+    report = load_report(model)
+    on_kernels = [module for module in _experts(model) if module.kernels is not None]
+    assert len(on_kernels) == report.kernels.num_layers
+    assert ("triton" in report.backend) == bool(on_kernels)
+    # Every other layer says why.
+    others = len(_experts(model)) - len(on_kernels)
+    assert sum(report.kernels.refused.values()) == others
+    if "int4" in " ".join(report.experts) and "act-order" not in " ".join(report.experts):
+        assert on_kernels, report.kernels.refused
+    if not on_kernels:
+        return
+    ids = torch.arange(1, 25).view(2, 12)
+    got, expected = _logits(model, ids), _logits(_without_kernels(model), ids)
+    # Each rounds FC1, FC2 and the sum to bf16, of sums in another order: 3 layers of eps / 2.
+    assert (got - expected).norm() <= 0.02 * expected.norm()
+    for ready in report.kernels.ready:
+        audit = ready.audit.as_dict()
+        assert audit["launches"] > 0
+        assert audit["misses"] == audit["launched_unplanned"] == []
+
+
+def test_the_little_model_generates_the_same_tokens(little: Any) -> None:
+    report = load_report(little)
+    assert report.backend == "triton"
+    assert report.kernels.ready[0].launcher == "native"
+    ids = torch.tensor([[5, 17, 300, 41, 8]]).cuda()
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    got = little.generate(ids, **options)
+    expected = _without_kernels(little).generate(ids, **options)
+    assert got.tolist() == expected.tolist()
+
+
+def test_a_prompt_past_the_plan_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRESTEEL_MAX_TOKENS", "16")
+    model = load_model(LITTLE, device="cuda")
+    assert load_report(model).kernels.ready[0].plan.max_tokens == 16
+    ids = torch.arange(1, 101).view(1, 100)
+    got, expected = _logits(model, ids), _logits(_without_kernels(model), ids)
+    assert (got - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_layer_can_be_captured_as_its_first_call(little: Any) -> None:
+    module = _experts(little)[0]
+    x = torch.randn(7, module.hidden_dim, device="cuda").to(little.dtype)
+    ids = torch.stack([torch.randperm(module.num_experts)[:2] for _ in range(7)]).cuda()
+    weights = torch.rand(7, 2, device="cuda")
+    top_k = little.config.num_experts_per_tok
+    ids, weights = ids[:, :1].repeat(1, top_k), weights[:, :1].repeat(1, top_k)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = module(x, ids, weights)
+    graph.replay()
+    replayed = out.clone()
+    with torch.no_grad():
+        assert torch.equal(replayed, module(x, ids, weights))
+
+
+def test_each_stream_has_an_arena_of_its_own(little: Any) -> None:
+    ids = torch.arange(1, 30).view(1, 29)
+    expected = _logits(little, ids)
+    for _ in range(2):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert torch.equal(_logits(little, ids), expected)
+
+
+def test_moving_a_model_leaves_the_kernels_and_says_so(
+    little: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.arange(1, 30).view(1, 29)
+    expected = _logits(little, ids)
+    little.to(torch.float32)
+    assert "PyTorch path" in caplog.text
+    assert all(module.kernels is None for module in _experts(little))
+    assert (_logits(little, ids) - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_gradient_goes_through_the_pytorch_path(little: Any) -> None:
+    module = _experts(little)[0]
+    x = torch.randn(5, module.hidden_dim, device="cuda").to(little.dtype).requires_grad_()
+    top_k = little.config.num_experts_per_tok
+    ids = torch.zeros(5, top_k, dtype=torch.int64, device="cuda")
+    module(x, ids, torch.rand(5, top_k, device="cuda")).sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_a_model_on_kernels_can_be_copied_and_pickled(little: Any) -> None:
+    ids = torch.arange(1, 30).view(1, 29)
+    expected = _logits(little, ids)
+    module = _experts(little)[0]
+    again = pickle.loads(pickle.dumps(module))
+    assert again.kernels is None
+    assert (_logits(copy.deepcopy(little), ids) - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_layer_is_the_eager_one(little: Any, backend: str) -> None:
+    module = _experts(little)[0]
+    x = torch.randn(9, module.hidden_dim, device="cuda").to(little.dtype)
+    top_k = little.config.num_experts_per_tok
+    ids = torch.zeros(9, top_k, dtype=torch.int64, device="cuda")
+    weights = torch.rand(9, top_k, device="cuda")
+    with torch.no_grad():
+        expected = module(x, ids, weights)
+        compiled = torch.compile(lambda *args: module(*args), backend=backend, fullgraph=True)
+        assert torch.equal(compiled(x, ids, weights), expected)

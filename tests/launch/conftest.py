@@ -1,0 +1,29 @@
+"""A stub driver, and the kinds of Runner that run on it."""
+
+import pytest
+
+from firesteel.errors import UnsupportedError
+from firesteel.launch.runner import native_failure
+from tests.launch.stage import Stage
+
+
+@pytest.fixture(params=["native", "python"])
+def kind(request) -> str:
+    if request.param == "native" and (reason := native_failure()) is not None:
+        pytest.skip(f"the native Runner was not built: {reason}")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def built_stage() -> Stage:
+    try:
+        return Stage()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def stage(built_stage):
+    built_stage.driver.reset()
+    yield built_stage
+    built_stage.driver.reset()

@@ -1,0 +1,248 @@
+"""Compiled kernels: as bytes, by what they are identified, and how many compile at once."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.launch import Kernel, LaunchKey, plan
+from firesteel.launch import binary as binaries
+from firesteel.launch.binary import (
+    Binary,
+    checked_target,
+    compile_all,
+    identity,
+    triton_version,
+)
+from tests.launch.gather_rows import GatherRows
+from tests.launch.rig import pretended
+
+PLAN = plan(GatherRows(), 40)
+WANTED = [(PLAN.kernels[key.kernel], key) for key in PLAN.keys]
+KERNEL, KEY = WANTED[0]
+BINARY = pretended(KERNEL, KEY, "sm_90")
+
+
+def rehashed(body: bytes) -> bytes:
+    return sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def with_header(**changes: object) -> bytes:
+    """A binary with other fields, and the hash that belongs to them."""
+    line, _, image = BINARY.to_bytes().partition(b"\n")[2].partition(b"\n")
+    header = {**json.loads(line), **changes}
+    kept = {name: value for name, value in header.items() if value is not None}
+    return rehashed(json.dumps(kept).encode() + b"\n" + image)
+
+
+@given(image=st.binary(max_size=50), symbol=st.text(max_size=5), numbers=st.integers(0, 2**40))
+def test_bytes_give_the_binary_back(image: bytes, symbol: str, numbers: int) -> None:
+    made = replace(BINARY, image=image, symbol=symbol, shared_bytes=numbers)
+    assert Binary.from_bytes(made.to_bytes(), made.digest) == made
+
+
+@given(place=st.integers(0, len(BINARY.to_bytes()) - 1), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_noticed_wherever_it_is(place: int, bit: int) -> None:
+    data = bytearray(BINARY.to_bytes())
+    data[place] ^= 1 << bit
+    with pytest.raises(ValueError, match="its hash does not match its bytes"):
+        Binary.from_bytes(bytes(data), BINARY.digest)
+
+
+@given(size=st.integers(0, len(BINARY.to_bytes()) - 1))
+def test_a_file_that_was_cut_is_noticed(size: int) -> None:
+    with pytest.raises(ValueError, match="its hash does not match its bytes"):
+        Binary.from_bytes(BINARY.to_bytes()[:size], BINARY.digest)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (with_header(format=2), "it is not of format 1"),
+        (with_header(format=None), "it is not of format 1"),
+        (with_header(grid=3), "its fields are"),
+        (with_header(symbol=None), "its fields are"),
+        (with_header(digest="0" * 64), "it is of 0000"),
+        (rehashed(b"[1]\n"), "its header is no object"),
+        (rehashed(b"not json\n"), "Expecting value"),
+        (rehashed(b"\xff\n"), "decode"),
+    ],
+)
+def test_a_whole_file_of_something_else_is_noticed(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Binary.from_bytes(data, BINARY.digest)
+
+
+@pytest.mark.parametrize(("target", "number"), [("sm_80", 80), ("sm_90", 90), ("sm_120", 120)])
+def test_a_target_has_a_number(target: str, number: int) -> None:
+    assert checked_target(target) == number
+
+
+@pytest.mark.parametrize("target", ["", "90", "sm90", "sm_75", "sm_9", "sm_1200", "sm_90a", "gfx942"])
+def test_another_target_is_refused(target: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"target: got '{target}', must be sm_80 or la"):
+        checked_target(target)
+
+
+def test_everything_that_changes_code_changes_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_kernel = Kernel(KERNEL.function)
+    object.__setattr__(other_kernel, "source_digest", "other")
+    found = {
+        "as it is": identity(KERNEL, KEY, "sm_90"),
+        "target": identity(KERNEL, KEY, "sm_120"),
+        "key": identity(KERNEL, replace(KEY, num_warps=8), "sm_90"),
+        "order": identity(KERNEL, replace(KEY, arguments=KEY.arguments[::-1]), "sm_90"),
+        "one": identity(KERNEL, replace(KEY, constexprs=(("A", 1),)), "sm_90"),
+        "true": identity(KERNEL, replace(KEY, constexprs=(("A", True),)), "sm_90"),
+        "source": identity(other_kernel, KEY, "sm_90"),
+    }
+    assert identity(Kernel(KERNEL.function), KEY, "sm_90") == found["as it is"]
+    monkeypatch.setattr(binaries, "triton_version", lambda: "0.0.1")
+    found["triton"] = identity(KERNEL, KEY, "sm_90")
+    assert len(set(found.values())) == len(found), found
+
+
+def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(UnsupportedError, match="triton: not installed, kernels need it"):
+        triton_version()
+
+
+class Pretender:
+    """Stands in for the compile of one kernel; may wait for others, or fail."""
+
+    def __init__(self, act: Callable[[LaunchKey], None] = lambda key: None) -> None:
+        self.act = act
+        self.asked: list[LaunchKey] = []
+        self.threads: set[int] = set()
+
+    def __call__(self, kernel: Kernel, key: LaunchKey, target: str) -> Binary:
+        self.asked.append(key)
+        self.threads.add(threading.get_ident())
+        self.act(key)
+        return pretended(kernel, key, target)
+
+
+def compile_with(
+    pretender: Pretender, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> dict[LaunchKey, Binary]:
+    monkeypatch.setattr(binaries, "_compile", pretender)
+    found: dict[LaunchKey, Binary] = {}
+
+    def done(key: LaunchKey, binary: Binary) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        found[key] = binary
+
+    compile_all(WANTED, "sm_90", threads=threads, done=done)
+    return found
+
+
+def test_every_kernel_is_compiled_once_and_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretender = Pretender()
+    found = compile_with(pretender, monkeypatch, 2)
+    assert found == {key: pretended(kernel, key, "sm_90") for kernel, key in WANTED}
+    assert sorted(map(str, pretender.asked)) == sorted(map(str, PLAN.keys))
+
+
+def test_as_many_as_asked_for_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = threading.Barrier(2, timeout=20)
+    assert len(WANTED) % 2 == 1
+    last = WANTED[-1][1]
+    pretender = Pretender(lambda key: None if key == last else barrier.wait() and None)
+    compile_with(pretender, monkeypatch, 2)
+    assert len(pretender.threads) == 2
+    pretender = Pretender()
+    compile_with(pretender, monkeypatch, 1)
+    assert len(pretender.threads) == 1
+
+
+def test_a_kernel_that_cannot_be_compiled_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(key: LaunchKey) -> None:
+        if key == KEY:
+            raise MemoryError("no room")
+
+    pretender = Pretender(fail)
+    with pytest.raises(MemoryError, match="no room"):
+        compile_with(pretender, monkeypatch, 1)
+    assert len(pretender.asked) < len(WANTED)
+
+
+def test_nothing_to_compile_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binaries, "ThreadPoolExecutor", None)
+    compile_all([], "sm_90", threads=1, done=lambda key, binary: None)
+
+
+def test_tritons_own_cache_is_put_back_also_by_two_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+
+    cache: Any = knobs.cache
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "theirs"))
+    before = cache.dir
+    folders: list[str] = []
+
+    def note(key: LaunchKey) -> None:
+        del key
+        assert Path(cache.dir).is_dir()
+        folders.append(cache.dir)
+
+    monkeypatch.setattr(binaries, "_compile", Pretender(note))
+    threads = [
+        threading.Thread(
+            target=compile_all,
+            args=(WANTED, "sm_90"),
+            kwargs={"threads": 2, "done": lambda key, binary: None},
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 3 * len(WANTED)
+    assert before not in folders
+    assert not any(Path(folder).exists() for folder in folders)
+    assert cache.dir == before == os.environ["TRITON_CACHE_DIR"]
+    # Not pinned either: what the environment says next still counts.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "next"))
+    assert cache.dir == str(tmp_path / "next")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
+def test_a_kernel_compiles_without_a_gpu(
+    target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found: dict[LaunchKey, Binary] = {}
+    compile_all(WANTED[:2], target, threads=2, done=found.__setitem__)
+    for kernel, key in WANTED[:2]:
+        made = found[key]
+        assert made.digest == identity(kernel, key, target)
+        assert (made.target, made.num_warps) == (target, key.num_warps)
+        assert made.symbol.startswith(key.name)
+        assert made.image.startswith(b"\x7fELF")
+        # Triton 3.4 adds one scratch pointer, later versions two.
+        assert made.num_hidden in (1, 2)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.compile
+def test_compiling_again_gives_the_same_bytes() -> None:
+    found: list[bytes] = []
+    for _ in range(2):
+        compile_all(
+            WANTED[:1], "sm_90", threads=1, done=lambda key, made: found.append(made.to_bytes())
+        )
+    assert found[0] == found[1]

@@ -1,0 +1,50 @@
+"""The C extensions are built where a compiler is, and missed by nobody where none is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def build(folder: Path, **environment: str) -> tuple[str, set[str]]:
+    """What building into the folder said, and the names of what it built."""
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder, "--build-temp"]
+    result = subprocess.run(
+        [*command, folder / "temp"],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "default", **environment},
+        capture_output=True,
+        text=True,
+    )
+    built = {path.name.partition(".")[0] for path in folder.glob("firesteel/launch/*.so")}
+    return result.stdout + result.stderr, built
+
+
+def test_without_a_compiler_the_installation_goes_on_and_says_what_is_missing(tmp_path):
+    if sys.platform != "linux":
+        pytest.skip("nothing is built here")
+    output, built = build(tmp_path, CC=str(tmp_path / "no-such-compiler"))
+    assert built == set()
+    for name in ("_native", "_stub_driver"):
+        assert f'building extension "firesteel.launch.{name}" failed' in output
+
+
+ELSEWHERE = """
+import runpy, sys, sysconfig
+import setuptools
+setuptools.setup = lambda **options: print(options["ext_modules"], options["options"])
+sysconfig.get_config_var("Py_GIL_DISABLED")
+sys.platform = "elsewhere"
+runpy.run_path("setup.py")
+"""
+
+
+def test_elsewhere_nothing_is_built():
+    command = [sys.executable, "-c", ELSEWHERE]
+    result = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.split() == ["[]", "{}"]

@@ -1,0 +1,185 @@
+"""`select` of a MoE layer: what it launches at each count, and that its tables fit any routing."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.launch import plan
+from firesteel.moe.activation import Activation
+from firesteel.moe.plan import block_m, num_blocks, select, workspace
+from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
+
+IDS = (("ids", "i32"),)
+GLM = geometry("glm-5.2", tensor_parallel=4)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> MoeSpec:
+    experts = draw(st.sampled_from((1, 2, 7, 8, 60, 128, 1100)))
+    return MoeSpec(
+        hidden_size=draw(st.sampled_from((128, 352, 2880))),
+        intermediate_size=draw(st.sampled_from((32, 160, 512))),
+        num_experts=experts,
+        top_k=draw(st.integers(1, min(experts, 10))),
+        w13=Int4Weights(group_size=32),
+        w2=Int4Weights(group_size=32),
+        batch_invariant=draw(st.booleans()),
+        pdl=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "blocks"),
+    [
+        # What the seed's allocator has: capacity, and the power-of-two buckets below it.
+        (3072, 64, 636),
+        (128, 64, 268),
+        (512, 64, 316),
+        (1024, 64, 380),
+        (2048, 64, 508),
+        (64, 8, 288),
+        (64, 64, 260),
+    ],
+)
+def test_blocks_are_those_of_the_reference_geometry(tokens: int, rows: int, blocks: int) -> None:
+    assert num_blocks(tokens * 8, 256, rows) == blocks
+
+
+@given(
+    counts=st.lists(st.integers(0, 70), min_size=1, max_size=40), rows=st.sampled_from((8, 16, 64))
+)
+def test_any_routing_fits_in_the_blocks(counts: list[int], rows: int) -> None:
+    needed = sum(math.ceil(count / rows) for count in counts)
+    assert needed <= num_blocks(sum(counts), len(counts), rows)
+
+
+@pytest.mark.parametrize("num_tokens", [-1, -(1 << 40)])
+def test_a_negative_count_is_refused(num_tokens: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="num_tokens"):
+        select(GLM, num_tokens, IDS)
+
+
+def test_select_is_total() -> None:
+    assert select(GLM, 0, IDS) == ()
+    for num_tokens in (1, 8192, 8193, 1 << 20):
+        launches = select(GLM, num_tokens, IDS)
+        assert 3 <= len(launches) <= 5
+        assert all(min(launch.grid) > 0 for launch in launches)
+
+
+@given(spec=specs(), num_tokens=st.integers(1, 3000))
+def test_grids_cover_every_route_row_and_column(spec: MoeSpec, num_tokens: int) -> None:
+    launches = {launch.key.name: launch for launch in select(spec, num_tokens, IDS)}
+    routes = num_tokens * spec.top_k
+    gate_up, down = launches["gate_up_kernel"], launches["down_kernel"]
+    for launch, columns in ((gate_up, spec.intermediate_size), (down, spec.hidden_size)):
+        constants = dict(launch.key.constexprs)
+        assert launch.grid[0] * constants["BLOCK_N"] >= columns
+        tiles = num_blocks(routes, spec.num_experts, constants["BLOCK_M"])
+        assert launch.grid[1] == (tiles if "place_kernel" in launches else routes)
+        assert launch.grid[1] <= 65535
+    combine = launches["combine_kernel"]
+    assert combine.grid[0] == num_tokens
+    assert combine.grid[1] * dict(combine.key.constexprs)["BLOCK_K"] >= spec.hidden_size
+    if "place_kernel" in launches:
+        place = dict(launches["place_kernel"].key.constexprs)
+        assert place["E_BLOCK"] >= spec.num_experts
+        assert place["BLOCK_M"] == dict(gate_up.key.constexprs)["BLOCK_M"]
+        # One program counts all routes, or another launch has counted them.
+        assert "count_kernel" in launches or place["BLOCK_R"] >= routes
+
+
+@given(spec=specs(), num_tokens=st.integers(0, 2000))
+def test_regions_hold_what_the_launches_write(spec: MoeSpec, num_tokens: int) -> None:
+    sizes = {region.name: math.prod(region.shape) for region in workspace(spec, num_tokens)}
+    routes = num_tokens * spec.top_k
+    assert sizes["route_ids"] >= routes
+    assert sizes["hidden"] >= routes * spec.intermediate_size
+    assert sizes["y"] >= routes * spec.hidden_size
+    if num_tokens:
+        rows = block_m(spec, routes)
+        assert sizes["block_row"] >= num_blocks(routes, spec.num_experts, rows)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_each_named_geometry_plans(name: str) -> None:
+    group_size = 64 if name == "gpt-oss-120b" else 128
+    made = plan(geometry(name, group_size=group_size), 300)
+    assert len(made.keys) <= 20
+    assert all(table.resolve(0) == () for table in made.tables.values())
+
+
+def test_the_reference_plan_has_few_keys() -> None:
+    assert len(plan(GLM, 8192).keys) == 16
+    assert len(plan(GLM, 8192, flags={"ids": ["i32"]}).keys) == 10
+    assert len(plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]}).keys) <= 6
+
+
+def test_a_batch_invariant_plan_multiplies_in_one_way() -> None:
+    made = plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]})
+    for name in ("gate_up_kernel", "down_kernel", "combine_kernel"):
+        assert sum(key.name == name for key in made.keys) == 1
+
+
+def test_ids_that_no_code_reads_make_no_key() -> None:
+    made = plan(GLM, 3072)
+    packed = [
+        k for k in made.keys if k.name == "gate_up_kernel" and dict(k.constexprs)["E"] is None
+    ]
+    # Of both types of ids: what sorted routes feed is compiled once.
+    assert len(packed) == 2
+    assert all("topk_ids_ptr" not in dict(key.arguments) for key in packed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"hidden_size": 0}, InvalidArgumentError, "hidden_size: got 0"),
+        ({"hidden_size": 129}, UnsupportedError, "hidden_size: got 129"),
+        ({"num_experts": True}, InvalidArgumentError, "num_experts: got True"),
+        ({"top_k": 9}, InvalidArgumentError, "top_k: got 9"),
+        ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32'"),
+        ({"w13": Int4Weights(group_size=48)}, UnsupportedError, "w13.group_size: got 48"),
+        ({"w13": Int4Weights(group_size=0)}, UnsupportedError, "w13.group_size: got 0"),
+        ({"w2": Int4Weights(scale="e4m3")}, UnsupportedError, "w2.scale: got 'e4m3'"),
+        # 1856 columns are 14.5 groups of 128.
+        ({"intermediate_size": 1856}, UnsupportedError, r"w2.group_size: got 128 .* \[32, 64\]"),
+    ],
+)
+def test_a_bad_spec_names_its_field(
+    changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    small = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
+    with pytest.raises(error, match=words):
+        MoeSpec(**{**small, **changes})  # type: ignore[arg-type]
+
+
+def test_a_group_that_straddles_two_ranks_is_refused() -> None:
+    spec = MoeSpec(
+        hidden_size=256,
+        intermediate_size=640,
+        num_experts=8,
+        top_k=2,
+        w2=Int4Weights(group_size=128),
+    )
+    with pytest.raises(InvalidArgumentError, match="320 columns must be whole scale groups of 128"):
+        spec.shard(2)
+    assert spec.shard(5).intermediate_size == 128
+    with pytest.raises(InvalidArgumentError, match="must divide intermediate_size 640"):
+        spec.shard(3)
+
+
+def test_an_activation_that_is_not_gated_has_one_part() -> None:
+    spec = MoeSpec(
+        hidden_size=256,
+        intermediate_size=128,
+        num_experts=8,
+        top_k=2,
+        activation=Activation(name="relu2"),
+    )
+    shapes = {operand.name: operand.shape for operand in spec.operands(IDS)}
+    assert shapes["w13.codes"] == (8, 128, 2, 32)

@@ -1,0 +1,98 @@
+"""The routing kernels against their oracles: integers, so equal."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from firesteel.moe.reference import count_reference, place_reference
+from firesteel.moe.route import count_kernel, place_kernel
+from tests.moe.kernels import Placed, Routing, routings, run_count, run_on_nothing, run_place
+
+pytestmark = pytest.mark.interpret
+
+
+def many_experts(num_experts: int, *ids: int) -> Routing:
+    return Routing(torch.tensor([ids], dtype=torch.int32), num_experts)
+
+
+def check_placed(placed: Placed, routing: Routing, block_m: int) -> None:
+    """Against the oracle; what no route or tile has is as it was."""
+    wanted = place_reference(
+        routing.topk_ids, routing.num_experts, block_m=block_m, expert_map=routing.expert_map
+    )
+    num_blocks = len(wanted.block_expert)
+    assert placed.num_blocks.tolist() == [num_blocks]
+    assert placed.expert_offsets.tolist() == wanted.expert_offsets
+    for table, part in (
+        (placed.route_ids, wanted.route_ids),
+        (placed.block_expert, wanted.block_expert),
+        (placed.block_row, wanted.block_row),
+    ):
+        assert table.tolist() == part + [-1] * (len(table) - len(part))
+
+
+@given(routing=routings(max_tokens=20), block_r=st.sampled_from((1, 16, 128)))
+@example(routing=many_experts(3, 0, 2, -1, 2), block_r=2)
+@settings(max_examples=60)
+def test_counts_are_the_oracle_s(routing: Routing, block_r: int) -> None:
+    counts = run_count(routing, block_r=block_r)
+    wanted = count_reference(routing.topk_ids, routing.num_experts, expert_map=routing.expert_map)
+    assert counts.tolist() == wanted
+
+
+@given(
+    routing=routings(max_tokens=20),
+    block_m=st.sampled_from((1, 2, 8, 16)),
+    block_r=st.sampled_from((2, 16, 256)),
+    has_counts=st.booleans(),
+)
+@settings(max_examples=80)
+def test_places_and_tiles_are_the_oracle_s(
+    routing: Routing, block_m: int, block_r: int, has_counts: bool
+) -> None:
+    counts = run_count(routing) if has_counts else None
+    placed = run_place(routing, block_m=block_m, counts=counts, block_r=block_r)
+    check_placed(placed, routing, block_m)
+
+
+def test_the_example_of_the_module() -> None:
+    routing = Routing(torch.tensor([[1, 0, -1, 1, 1]]), 3)
+    assert run_count(routing).tolist() == [1, 3, 0]
+    placed = run_place(routing, block_m=2)
+    assert placed.route_ids.tolist() == [1, 0, 3, 4, -1]
+    assert placed.expert_offsets.tolist() == [0, 1, 4, 4]
+    assert placed.num_blocks.tolist() == [3]
+    assert placed.block_expert[:3].tolist() == [0, 1, 1]
+    assert placed.block_row[:3].tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("has_counts", [True, False])
+def test_more_than_1024_experts(has_counts: bool) -> None:
+    routing = many_experts(1030, 1029, 0, 1024, 1029, 1030, 7, -1, 1023)
+    counts = run_count(routing) if has_counts else None
+    if counts is not None:
+        assert counts.nonzero().flatten().tolist() == [0, 7, 1023, 1024, 1029]
+    check_placed(run_place(routing, block_m=2, counts=counts), routing, 2)
+
+
+def test_an_expert_with_more_tiles_than_a_program_writes_at_once() -> None:
+    routing = Routing(torch.ones(70, 2, dtype=torch.int64), 3)
+    check_placed(run_place(routing, block_m=1, block_r=64), routing, 1)
+
+
+def test_an_id_that_is_an_expert_s_only_in_its_low_32_bits_is_no_route() -> None:
+    routing = Routing(torch.tensor([[2**32, 2**32 + 1, 1]]), 2)
+    assert run_count(routing).tolist() == [0, 1]
+    mapped = Routing(routing.topk_ids, 2, expert_map=torch.tensor([0, 1], dtype=torch.int32))
+    assert run_count(mapped).tolist() == [0, 1]
+    check_placed(run_place(mapped), mapped, 16)
+
+
+@pytest.mark.parametrize("has_map", [True, False])
+def test_empty_work_ends(has_map: bool) -> None:
+    common = {"E": 256, "NUM_GLOBAL": 512, "BLOCK_R": 16, "dtypes": {}, "num_integers": 1}
+    absent = set() if has_map else {1}
+    run_on_nothing(count_kernel, num_pointers=3, absent=absent, **common)
+    for lost in (absent, absent | {2}):
+        run_on_nothing(place_kernel, num_pointers=8, absent=lost, **common, E_BLOCK=256, BLOCK_M=16)
