@@ -177,7 +177,7 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     device = _device_of(module)
     if device.type != "cuda":
         raise UnsupportedError(f"device: {device}, kernels need a CUDA device")
-    stacks: tuple[WeightStack, ...] = (module.gate_up, module.down)
+    stacks: list[WeightStack] = [module.gate_up, module.down]
     for stack in stacks:
         if not isinstance(stack, PackedWeights):
             raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
