@@ -50,7 +50,7 @@ demo: $(VENV)
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(VENV) $(HOST)/.installed
 	$(BIN)/pytest
-	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe
 	$(BIN)/pytest -m compile
 	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
 

@@ -103,8 +103,8 @@ def test_settings_cannot_be_changed() -> None:
 
 
 def test_the_cache_path_is_in_the_home_folder_or_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert Settings().cache_path == Path("/home/somebody/.cache/firesteel")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert Settings().cache_path == Path("/elsewhere/.cache/firesteel")
     assert Settings(cache="off").cache_path is None
 
 

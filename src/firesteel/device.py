@@ -14,9 +14,9 @@ __all__ = [
     "checked_device",
     "default_device",
     "device_name",
+    "device_target",
     "is_capturing",
     "stream_getter",
-    "supports_dependent_launch",
     "synchronize",
     "syncs_warn",
 ]
@@ -67,9 +67,9 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def supports_dependent_launch(device: torch.device) -> bool:
-    """Whether a GPU can start a kernel before the one before it has ended: sm_90 and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def device_target(device: torch.device) -> str:
+    """What kernels for a GPU are compiled for, "sm_90"."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def synchronize(device: torch.device) -> None:

@@ -16,7 +16,13 @@ WIDTH = 8
     do_not_specialize=["M", "stride_x"], do_not_specialize_on_alignment=["x_ptr", "ids_ptr"]
 )
 def gather_kernel(
-    x_ptr, ids_ptr, acc_ptr, M: tl.int64, stride_x: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    ids_ptr,
+    acc_ptr,
+    M: tl.int64,
+    stride_x: tl.int64,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """acc[m, k] = x[ids[m], k]"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -26,9 +32,7 @@ def gather_kernel(
 
 
 @triton.jit(do_not_specialize=["M", "stride_out"])
-def combine_kernel(
-    acc_ptr, w_ptr, out_ptr, M: tl.int64, stride_out: tl.int64, WIDTH: tl.constexpr
-):
+def combine_kernel(acc_ptr, w_ptr, out_ptr, M: tl.int64, stride_out: tl.int64, WIDTH: tl.constexpr):
     """out[m, k] = acc[m, k] * w[k]"""
     m, k = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     tl.store(out_ptr + m * stride_out + k, tl.load(acc_ptr + m * WIDTH + k) * tl.load(w_ptr + k))
@@ -54,7 +58,9 @@ class GatherRows:
         rows = (NUM_TOKENS, self.width)
         return (
             Operand("w", "fp32", (self.width,)),
-            Operand("x", "fp32", (NUM_TOKENS, 2, self.width // 2), has_stride=True, is_aligned=False),
+            Operand(
+                "x", "fp32", (NUM_TOKENS, 2, self.width // 2), has_stride=True, is_aligned=False
+            ),
             Operand("ids", dict(flags)["ids"], (NUM_TOKENS,), is_aligned=False),
             Operand("out", "fp32", rows, has_stride=True, is_written=True),
         )
@@ -75,7 +81,13 @@ class GatherRows:
             {"WIDTH": self.width, "BLOCK": block},
         )
         combine = COMBINE.key(
-            {"acc_ptr": "*fp32", "w_ptr": "*fp32", "out_ptr": "*fp32", "M": "i64", "stride_out": "i64"},
+            {
+                "acc_ptr": "*fp32",
+                "w_ptr": "*fp32",
+                "out_ptr": "*fp32",
+                "M": "i64",
+                "stride_out": "i64",
+            },
             {"WIDTH": self.width},
             num_warps=1,
             pdl=True,

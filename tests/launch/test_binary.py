@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,7 +91,9 @@ def test_a_target_has_a_number(target: str, number: int) -> None:
     assert checked_target(target) == number
 
 
-@pytest.mark.parametrize("target", ["", "90", "sm90", "sm_75", "sm_9", "sm_1200", "sm_90a", "gfx942"])
+@pytest.mark.parametrize(
+    "target", ["", "90", "sm90", "sm_75", "sm_9", "sm_1200", "sm_90a", "gfx942"]
+)
 def test_another_target_is_refused(target: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"target: got '{target}', must be sm_80 or la"):
         checked_target(target)
@@ -194,8 +199,12 @@ def test_tritons_own_cache_is_put_back_also_by_two_threads(
 
     def note(key: LaunchKey) -> None:
         del key
-        assert Path(cache.dir).is_dir()
-        folders.append(cache.dir)
+        folder = cache.dir
+        assert Path(folder).is_dir()
+        # Long enough for the others to come in between.
+        time.sleep(0.01)
+        assert cache.dir == folder
+        folders.append(folder)
 
     monkeypatch.setattr(binaries, "_compile", Pretender(note))
     threads = [
@@ -236,6 +245,23 @@ def test_a_kernel_compiles_without_a_gpu(
         # Triton 3.4 adds one scratch pointer, later versions two.
         assert made.num_hidden in (1, 2)
     assert not any(tmp_path.iterdir())
+
+
+@triton.jit
+def broken_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 0)
+
+
+@pytest.mark.compile
+def test_a_kernel_that_triton_refuses_is_named_with_its_key() -> None:
+    kernel = Kernel(broken_kernel)
+    key = kernel.key({"x_ptr": "*fp32"}, {"BLOCK": 17})
+    message = (
+        r"broken_kernel\(x_ptr: \*fp32@16, BLOCK=17, .*\): Triton cannot compile it for sm_90: "
+    )
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        compile_all([(kernel, key)], "sm_90", threads=1, done=lambda key, binary: None)
+    assert "must be a power of 2" in str(caught.value)
 
 
 @pytest.mark.compile

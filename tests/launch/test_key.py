@@ -103,7 +103,7 @@ def test_the_nearest_key_is_of_the_same_kernel_first() -> None:
 
 def test_text_has_the_functions_own_name_and_every_field() -> None:
     assert str(KEY) == (
-        "gate_kernel(x_ptr: *bf16@16, M: i64, BLOCK=64, IS_EVEN=True, scale_ptr=None, MODE=fast, "
+        "gate_kernel(x_ptr: *bf16@16, M: i64, BLOCK=64, IS_EVEN=True, MODE=fast, "
         "EPS=1e-06, num_warps=8, num_stages=2, pdl)"
     )
     assert str(replace(KEY, pdl=False, cooperative=True)).endswith("num_stages=2, cooperative)")

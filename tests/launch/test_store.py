@@ -143,28 +143,27 @@ class FullFile:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "fault", "words"),
+    ("place", "fault", "words"),
     [
-        (os, "fdopen", FullFile, "No space left"),
-        (os, "replace", fail_with(errno.ENOSPC), "No space left"),
-        (os, "replace", fail_with(errno.EROFS), "Read-only file system"),
-        (tempfile, "mkstemp", fail_with(errno.EROFS), "Read-only file system"),
-        (tempfile, "mkstemp", fail_with(errno.EACCES), "Permission denied"),
-        (Path, "mkdir", fail_with(errno.EDQUOT), "quota"),
+        ((os, "fdopen"), FullFile, "No space left"),
+        ((os, "replace"), fail_with(errno.ENOSPC), "No space left"),
+        ((os, "replace"), fail_with(errno.EROFS), "Read-only file system"),
+        ((tempfile, "mkstemp"), fail_with(errno.EROFS), "Read-only file system"),
+        ((tempfile, "mkstemp"), fail_with(errno.EACCES), "Permission denied"),
+        ((Path, "mkdir"), fail_with(errno.EDQUOT), "quota"),
     ],
 )
 def test_a_disk_that_is_full_or_read_only_is_worked_without(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    where: object,
-    name: str,
+    place: tuple[object, str],
     fault: object,
     words: str,
 ) -> None:
     cache = Cache(tmp_path / "cache")
     with monkeypatch.context() as patched:
-        patched.setattr(where, name, fault)
+        patched.setattr(*place, fault)
         for binary in BINARIES:
             cache.write(binary)
     (message,) = warnings_of(caplog)
@@ -361,7 +360,9 @@ def test_a_foreign_bundle_says_why_with_one_warning(
 def test_an_empty_folder_is_taken_and_another_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     write_bundle(folder, BINARIES[:1], plans=[], targets=["sm_90"])
-    with pytest.raises(InvalidArgumentError, match="out: .* exists, must be new or an empty folder"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"out: .* exists, must be new or an empty folder"
+    ):
         write_bundle(folder, BINARIES, plans=[], targets=["sm_90"])
     assert len(Bundle(folder).manifest["entries"]) == 1
     empty = tmp_path / "empty"
@@ -376,12 +377,15 @@ def test_a_place_that_cannot_be_a_folder_is_refused(tmp_path: Path, kind: str) -
     (tmp_path / "target").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    folder = tmp_path / {
-        "file": "file",
-        "under a file": "file/bundle",
-        "dangling link": "dangling",
-        "link to a folder": "link",
-    }[kind]
+    folder = (
+        tmp_path
+        / {
+            "file": "file",
+            "under a file": "file/bundle",
+            "dangling link": "dangling",
+            "link to a folder": "link",
+        }[kind]
+    )
     before = sorted(tmp_path.iterdir())
     with pytest.raises(InvalidArgumentError, match=r"^out: "):
         write_bundle(folder, BINARIES, plans=[], targets=["sm_90"])
@@ -410,7 +414,7 @@ def test_a_bundle_on_a_full_disk_is_not_there(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(where, name, fail_with(errno.ENOSPC))
-        with pytest.raises(InvalidArgumentError, match="out: cannot write .*No space left"):
+        with pytest.raises(InvalidArgumentError, match=r"out: cannot write .*No space left"):
             write_bundle(tmp_path / "bundle", BINARIES, plans=[], targets=["sm_90"])
     assert list(tmp_path.iterdir()) == []
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ launches = st.builds(
 
 
 @given(
-    chosen=st.lists(st.lists(launches, max_size=3).map(tuple), min_size=1, max_size=5), data=st.data()
+    chosen=st.lists(st.lists(launches, max_size=3).map(tuple), min_size=1, max_size=5),
+    data=st.data(),
 )
 @hypothesis_settings(max_examples=60)
 def test_rows_are_what_select_says_at_every_count(
@@ -159,7 +161,8 @@ def test_rows_are_what_select_says_at_every_count(
 
 
 @given(
-    chosen=st.lists(st.lists(launches, max_size=3).map(tuple), min_size=1, max_size=4), data=st.data()
+    chosen=st.lists(st.lists(launches, max_size=3).map(tuple), min_size=1, max_size=4),
+    data=st.data(),
 )
 @hypothesis_settings(max_examples=60)
 def test_ranges_are_the_counts_that_use_a_key(
@@ -173,7 +176,7 @@ def test_ranges_are_the_counts_that_use_a_key(
         counts = [m for m, wanted in enumerate(pick) if key in [x.key for x in wanted]]
         assert [m for first, last in spans for m in range(first, last + 1)] == counts
         # As few as can be: a gap between each and the next.
-        assert all(a[1] + 1 < b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] + 1 < b[0] for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
@@ -209,7 +212,9 @@ def test_the_smallest_plans(max_tokens: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", [-1, (1 << 24) + 1, 2**63, 8.0, True, "8", None])
 def test_a_wrong_largest_count_is_refused(max_tokens: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"max_tokens: got .*, must be an integer from 0"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"max_tokens: got .*, must be an integer from 0"
+    ):
         plan(ScaleRows(k=96), max_tokens)
 
 
@@ -238,7 +243,9 @@ def test_flags_narrow_the_plan() -> None:
     whole = plan(ScaleRows(k=96), 100)
     half = plan(ScaleRows(k=96), 100, flags={"dtype": ["fp32", "fp32"]})
     assert list(half.tables) == [(("dtype", "fp32"),)]
-    assert set(half.keys) == {key for key in whole.keys if dict(key.arguments)["x_ptr"] == "*fp32@16"}
+    assert set(half.keys) == {
+        key for key in whole.keys if dict(key.arguments)["x_ptr"] == "*fp32@16"
+    }
     assert half.digest != whole.digest
 
 
@@ -273,7 +280,9 @@ def test_a_stride_of_an_operand_whose_rows_are_packed_or_given_once_is_refused()
 
 def test_an_operand_of_any_alignment_is_refused_where_the_key_needs_16_bytes() -> None:
     given = (replace(X, is_aligned=False),)
-    with pytest.raises(InvalidArgumentError, match="for 16-byte alignment, 'x' has is_aligned=False"):
+    with pytest.raises(
+        InvalidArgumentError, match="for 16-byte alignment, 'x' has is_aligned=False"
+    ):
         plan(one(launch_of(), given=given), 2)
 
 
@@ -323,7 +332,7 @@ def test_a_workspace_that_shrinks_or_changes_is_refused(regions: Any) -> None:
 
 
 def test_names_that_stand_for_two_tensors_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="an operand and a region .* have one name"):
+    with pytest.raises(InvalidArgumentError, match=r"an operand and a region .* have one name"):
         plan(one(launch_of(), regions=lambda m: (Region("x", "fp32", (m,)),)), 2)
     with pytest.raises(InvalidArgumentError, match=r"two operands have one name, of \['x', 'x'\]"):
         plan(one(launch_of(), given=(X, X)), 2)
@@ -387,7 +396,7 @@ def test_plans_that_differ_anywhere_have_other_digests() -> None:
         "source of an integer": one(launch_of(stride=5)),
         "pointer": one(launch_of(x_ptr="acc")),
         "launches": Drawn(lambda m: (launch_of(), launch_of())),
-        "one count": Drawn(lambda m: (launch_of(M=m == 2 and 7 or 0),)),
+        "one count": Drawn(lambda m: (launch_of(M=7 * (m == 2)),)),
         "region": one(launch_of(), regions=lambda m: (Region("acc", "fp32", (m + 99,)),)),
         "operand": one(launch_of(), given=(replace(X, shape=(NUM_TOKENS, 16)),)),
     }
@@ -408,8 +417,10 @@ def test_a_plan_prints_as_a_table_and_as_json() -> None:
     ]
     assert last == f"workspace 0 bytes, digest {made.digest[:16]}"
     found = json.loads(json.dumps(made.as_dict()))
-    assert [LaunchKey.from_dict({k: v for k, v in key.items() if k != "tokens"})
-            for key in found["keys"]] == list(made.keys)
+    assert [
+        LaunchKey.from_dict({k: v for k, v in key.items() if k != "tokens"})
+        for key in found["keys"]
+    ] == list(made.keys)
     assert found["keys"][1]["tokens"] == [[64, 100]]
     assert found["flags"] == [{"dtype": "fp16"}, {"dtype": "fp32"}]
     assert found["spec"] == {"k": 96}

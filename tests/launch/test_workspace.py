@@ -90,7 +90,7 @@ def test_storage_of_another_kind_is_refused(storage: torch.Tensor) -> None:
 
 def test_storage_off_256_bytes_is_refused() -> None:
     aligned = Arena.allocate(300, CPU).storage
-    with pytest.raises(InvalidArgumentError, match="starts at 0x.*, must be at a multiple of 256"):
+    with pytest.raises(InvalidArgumentError, match=r"starts at 0x.*, must be at a multiple of 256"):
         Arena(aligned[16:])
 
 

@@ -12,7 +12,12 @@ from firesteel.cli.console import format_bytes, print_json, stderr, stdout, tabl
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import Kernel, LaunchKey, Plan
-from firesteel.launch.binary import Binary, compile_all, identity
+from firesteel.launch.binary import (
+    Binary,
+    compile_all,
+    identity,
+    supports_dependent_launch,
+)
 from firesteel.launch.progress import progress_bar
 from firesteel.launch.store import Cache, write_bundle
 from firesteel.settings import Settings
@@ -21,8 +26,6 @@ __all__ = ["TARGETS", "BuildRequest", "run"]
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 """What Triton compiles for. LLVM ends the process on an architecture that it does not know."""
-
-_FIRST_DEPENDENT = 90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,7 @@ def run(request: BuildRequest, *, as_json: bool) -> None:
     jobs: dict[str, _Job] = {}
     for target in targets:
         # A key says whether launches may overlap, which GPUs before sm_90 cannot.
-        pdl = int(target.removeprefix("sm_")) >= _FIRST_DEPENDENT
+        pdl = supports_dependent_launch(target)
         made = make_plans(request.choice, tuple(replace(spec, pdl=pdl) for spec in specs))
         plans += made
         for one in made:

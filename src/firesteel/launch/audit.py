@@ -198,16 +198,20 @@ def replay(
 ) -> Replay:
     """Run token counts through a plan on a CPU: which keys they reach, and which they miss.
 
+    Traffic does not say its flags, so that a call counts under each combination that is planned; a
+    key that several of them launch counts as often as the one that launches it most.
+
     Args:
         plan: what run time would index.
         traffic: the token count of each call.
         prewarmed: keys that a warm-up compiled; the plan's own by default.
     """
-    # One table: flags change which kernel reads the ids, and traffic files do not say.
-    table = next(iter(plan.tables.values()))
 
-    def used(num_tokens: int) -> list[LaunchKey]:
-        return [step.key for step, grid, _ in table.launches(num_tokens) if all(grid)]
+    def used(num_tokens: int) -> Iterable[LaunchKey]:
+        found: Counter[LaunchKey] = Counter()
+        for table in plan.tables.values():
+            found |= Counter(step.key for step, grid, _ in table.launches(num_tokens) if all(grid))
+        return found.elements()
 
     keys = plan.keys if prewarmed is None else prewarmed
     return replay_keys(used, plan.max_tokens, traffic, prewarmed=keys)

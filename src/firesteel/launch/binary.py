@@ -20,7 +20,15 @@ from firesteel.launch.key import ALIGNED, LaunchKey
 if TYPE_CHECKING:
     from triton.compiler import ASTSource
 
-__all__ = ["Binary", "checked_target", "compile_all", "identity", "triton_source", "triton_version"]
+__all__ = [
+    "Binary",
+    "checked_target",
+    "compile_all",
+    "identity",
+    "supports_dependent_launch",
+    "triton_source",
+    "triton_version",
+]
 
 FORMAT = 1
 _triton_cache = threading.Lock()
@@ -104,6 +112,12 @@ def checked_target(target: str) -> int:
     return int(found[1])
 
 
+def supports_dependent_launch(target: str) -> bool:
+    """Whether kernels for a target can wait for the one before: sm_90, and Triton 3.5, or later."""
+    major, minor = (int(word) for word in triton_version().split(".")[:2])
+    return checked_target(target) >= 90 and (major, minor) >= (3, 5)
+
+
 def identity(kernel: Kernel, key: LaunchKey, target: str) -> str:
     """SHA-256 of what the machine code depends on: source, key, target and Triton's version."""
     parts = {
@@ -177,6 +191,7 @@ def triton_source(kernel: Kernel, key: LaunchKey) -> ASTSource:
 def _compile(kernel: Kernel, key: LaunchKey, target: str) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.errors import TritonError
 
     source: Any = triton_source(kernel, key)
     # Named, though some are Triton's defaults: the environment can change those.
@@ -191,7 +206,10 @@ def _compile(kernel: Kernel, key: LaunchKey, target: str) -> Binary:
         "sanitize_overflow": False,
     }
     gpu = GPUTarget("cuda", checked_target(target), 32)
-    compiled: Any = triton.compile(source, target=gpu, options=options)
+    try:
+        compiled: Any = triton.compile(source, target=gpu, options=options)
+    except (TritonError, RuntimeError) as error:
+        raise UnsupportedError(f"{key}: Triton cannot compile it for {target}: {error}") from error
     metadata = compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):

@@ -176,5 +176,6 @@ class Bound:
 def launch_error(driver: Driver, code: int, what: str) -> DriverError:
     """The error of a code with which a launcher says that the driver refused."""
     result, place = decode_driver_failure(code)
-    name = PLACE_NAMES.get(place, "cuLaunchKernelEx")
-    return driver.error(name, result, f"launch {place} of {what}")
+    if place in PLACE_NAMES:
+        return driver.error(PLACE_NAMES[place], result, f"around the launches of {what}")
+    return driver.error("cuLaunchKernelEx", result, f"launch {place} of {what}")

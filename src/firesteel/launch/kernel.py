@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch.key import ALIGNED, DTYPES, Constexpr, LaunchKey
@@ -176,6 +176,8 @@ class Kernel:
 
     def _type(self, parameter: KernelParam, kind: str) -> str:
         where = f"types: {self.name}.{parameter.name}"
+        if not isinstance(cast(object, kind), str):
+            raise InvalidArgumentError(f"{where} is {kind!r}, must be text, as '*bf16' or 'i64'")
         if kind.startswith("*"):
             if kind[1:] not in DTYPES:
                 raise InvalidArgumentError(

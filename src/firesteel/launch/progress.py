@@ -14,10 +14,12 @@ __all__ = ["progress_bar"]
 @contextmanager
 def progress_bar(title: str, total: int, *, show: bool) -> Generator[Callable[[], None]]:
     """Shows a bar while open; what it gives is called as each of `total` ends."""
-    if not show or not total:
+    console = Console(stderr=True)
+    # Into a file it would write an empty line.
+    if not show or not total or not console.is_terminal:
         yield lambda: None
         return
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)

@@ -191,9 +191,12 @@ class Ready:
 
         The counts are added to what `audit` reports.
         """
-        with watch(self.device) as seen:
-            yield seen
-        self.audit.seen.add(seen)
+        seen = Seen()
+        try:
+            with watch(self.device, seen):
+                yield seen
+        finally:
+            self.audit.seen.add(seen)
 
     def function(self, key: LaunchKey) -> tuple[LoadedFunction, Binary]:
         """What is loaded for a key of the plan."""
@@ -375,7 +378,7 @@ def _load(driver: Driver, context: int, binary: Binary) -> tuple[LoadedFunction,
 
 def _checked_device(device: torch.device | str | int | None, driver: Driver | None) -> torch.device:
     if device is None:
-        found = default_device() if driver is None else torch.device("cpu")
+        found = default_device()
     else:
         found = checked_device(torch.device("cuda", device) if isinstance(device, int) else device)
     if found.type != "cuda" and (driver is None or found.type != "cpu"):

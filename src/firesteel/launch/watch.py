@@ -58,23 +58,45 @@ class Seen:
 
 
 @contextmanager
-def watch(device: torch.device) -> Generator[Seen]:
+def watch(device: torch.device, seen: Seen | None = None) -> Generator[Seen]:
     """Count while open; for tests and audits, since watching itself costs time.
 
-    Watches of several threads share the process's hooks: open one at a time.
+    Watches of several threads share the process's hooks: open one at a time. Warnings of other
+    causes are given at the end.
+
+    Args:
+        device: whose allocations and syncs are counted.
+        seen: what to count into; new by default.
     """
-    seen = Seen()
+    seen = Seen() if seen is None else seen
+    others: list[warnings.WarningMessage] = []
     with ExitStack() as stack:
+        # First, so that it runs last: outside the filter of this watch.
+        stack.callback(_warn_again, others)
         stack.enter_context(_compiles(seen))
         stack.enter_context(_environment(seen))
         stack.enter_context(_operations(seen))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         before = allocations(device)
-        with syncs_warn(device):
-            yield seen
-        seen.allocations += allocations(device) - before
-        seen.host_syncs += sum(_SYNC in str(warning.message) for warning in caught)
+        try:
+            with syncs_warn(device):
+                yield seen
+        finally:
+            seen.allocations += allocations(device) - before
+            others += [warning for warning in caught if _SYNC not in str(warning.message)]
+            seen.host_syncs += len(caught) - len(others)
+
+
+def _warn_again(caught: Sequence[warnings.WarningMessage]) -> None:
+    for warning in caught:
+        warnings.warn_explicit(
+            warning.message,
+            warning.category,
+            warning.filename,
+            warning.lineno,
+            source=warning.source,
+        )
 
 
 @contextmanager

@@ -43,6 +43,9 @@ DIRECT_ROWS = 16
 MAX_HISTOGRAM = 4096
 """Most routes that one program counts by itself."""
 
+MAX_HISTOGRAM_EXPERTS = 2048
+"""Most experts for which it does: their counts stand in its registers."""
+
 BLOCK_R = 1024
 """Routes that a program scans at a time."""
 
@@ -124,7 +127,7 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
 
 def _route(spec: MoeSpec, ids: str, routes: int, tile: int) -> tuple[Launch, ...]:
     """Sort routes by expert and lay out tiles."""
-    one_launch = routes <= min(MAX_HISTOGRAM, _histogram_limit(spec))
+    one_launch = routes <= _histogram_limit(spec)
     types: dict[str, str | None] = {
         "topk_ids_ptr": f"*{ids}",
         **_map_type(spec),
@@ -164,9 +167,11 @@ def _histogram_limit(spec: MoeSpec) -> int:
     The tile grows at the same count where that is within reach, so that each way of placing is
     compiled for one tile only.
     """
+    if spec.num_experts > MAX_HISTOGRAM_EXPERTS:
+        return 0
     if spec.batch_invariant:
         return MAX_HISTOGRAM
-    return max(1, min(MAX_HISTOGRAM, _tile_switch(spec) - 1))
+    return min(MAX_HISTOGRAM, _tile_switch(spec) - 1)
 
 
 def _gate_up(spec: MoeSpec, ids: str | None, tile: int, routes: int, rows: int) -> Launch:

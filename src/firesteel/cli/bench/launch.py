@@ -125,7 +125,7 @@ def _on_stub(made: Plan, record: dict[str, Any], say: Callable[[str], None]) -> 
     made = plan(small, made.max_tokens)
     say("prewarming against the stub driver")
     with TemporaryDirectory() as folder:
-        settings = Settings(cache_dir=Path(folder))
+        settings = replace(Settings.from_env(), cache_dir=Path(folder))
         ready = prewarm(made, device=cpu, driver=StubDriver.open(), settings=settings)
     layer = MoeLayer(ready, random_weights(small, cpu), ready.arena())
     call = random_call(small, min(max(HOST_SIZES), made.max_tokens), cpu)
@@ -144,16 +144,15 @@ def _spec(made: Plan) -> MoeSpec:
 def _time_prewarm(made: Plan, device: torch.device, driver: Driver) -> tuple[dict[str, Any], Ready]:
     """Seconds to be ready with nothing on disk, and with a bundle."""
     with TemporaryDirectory() as folder:
-        settings = Settings(cache_dir=Path(folder) / "cache")
+        settings = replace(Settings.from_env(), cache="on", cache_dir=Path(folder) / "cache")
         cold = prewarm(made, device=device, driver=driver, settings=settings)
         binaries: list[Binary] = []
         wanted = [(made.kernels[key.kernel], key) for key in made.keys]
         compile_all(wanted, cold.target, threads=16, done=lambda _, binary: binaries.append(binary))
         bundle = Path(folder) / "bundle"
         num_bytes = write_bundle(bundle, binaries, plans=[made.digest], targets=[cold.target])
-        ready = prewarm(
-            made, device=device, driver=driver, settings=Settings(cache="off"), bundle=bundle
-        )
+        settings = replace(settings, cache="off")
+        ready = prewarm(made, device=device, driver=driver, settings=settings, bundle=bundle)
     return {
         "cold_seconds": cold.audit.prewarmed.seconds,
         "cold_compiled": cold.audit.prewarmed.compiled,
@@ -291,7 +290,7 @@ def _watch_traffic(
     made: Plan, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Every token count once, in random order, with both types of ids, on a plan of its own."""
-    ready = prewarm(made, device=device, settings=Settings())
+    ready = prewarm(made, device=device)
     return _watch_traffic_of(ready, weights)
 
 
@@ -331,9 +330,7 @@ def _time_dependent_launch(
     layers = {
         pdl: MoeLayer(ready, weights, ready.arena())
         for pdl in (False, True)
-        for ready in [
-            prewarm(plan(replace(spec, pdl=pdl), 1024), device=device, settings=Settings())
-        ]
+        for ready in [prewarm(plan(replace(spec, pdl=pdl), 1024), device=device)]
     }
     rows: list[dict[str, Any]] = []
     for num_tokens in (1, 8, 64, 1024):

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firesteel.device import is_capturing, stream_getter, supports_dependent_launch
+from firesteel.device import device_target, is_capturing, stream_getter
 from firesteel.errors import UnsupportedError
 from firesteel.formats.packed import PackedWeights, WeightStack
 from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.launch import Arena, Ready, plan, prewarm
+from firesteel.launch.binary import supports_dependent_launch
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import moe_spec_of
@@ -191,5 +192,5 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
         activation=module.activation,
         dtype=model.dtype,
         has_bias=module.gate_up_bias is not None,
-        pdl=supports_dependent_launch(device),
+        pdl=supports_dependent_launch(device_target(device)),
     )

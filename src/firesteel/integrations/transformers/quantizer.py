@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from firesteel.checkpoint.files import Checkpoint
 from firesteel.checkpoint.layers import ExpertLayer, scan
-from firesteel.errors import CheckpointError, InvalidArgumentError
+from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.integrations.transformers.fill import fill
 from firesteel.integrations.transformers.kernels import attach_kernels
@@ -192,7 +192,13 @@ def _dtypes_of(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _activation(config: Any, plan: LoadPlan) -> Activation:
     name = plan.contents.family.activation
     if name is None:
-        return Activation(name=config.hidden_act)
+        activation = Activation(name=config.hidden_act)
+        if not activation.is_gated:
+            raise UnsupportedError(
+                f"hidden_act: got {config.hidden_act!r}, which has no gate; the experts of "
+                f"{plan.contents.family.title} have one"
+            )
+        return activation
     # transformers 5.16 has the constants in the module, later ones in the config.
     given = {
         "limit": getattr(config, "swiglu_limit", None),
