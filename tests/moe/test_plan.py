@@ -4,14 +4,18 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.errors import InvalidArgumentError, NotPlannedError, UnsupportedError
 from firesteel.launch import plan
+from firesteel.launch.stub import StubDriver
 from firesteel.moe.activation import Activation
+from firesteel.moe.layer import MoeLayer
 from firesteel.moe.plan import block_m, num_blocks, select, workspace
 from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
+from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 IDS = (("ids", "i32"),)
 GLM = geometry("glm-5.2", tensor_parallel=4)
@@ -183,3 +187,18 @@ def test_an_activation_that_is_not_gated_has_one_part() -> None:
     )
     shapes = {operand.name: operand.shape for operand in spec.operands(IDS)}
     assert shapes["w13.codes"] == (8, 128, 2, 32)
+
+
+def test_a_layer_binds_the_types_of_ids_that_its_plan_holds() -> None:
+    spec = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+    made = plan(spec, 8, flags={"ids": ["i32"]})
+    driver = StubDriver.open()
+    ready = ready_on_stub(made, driver)
+    layer = MoeLayer(ready, tensors_of(spec, IDS), ready.arena())
+    assert set(layer.bounds) == {torch.int32}
+    x, ids, weights, out = call_of(spec, IDS, 4)
+    layer.run(x, ids, weights, out)
+    with pytest.raises(NotPlannedError, match="'ids': 'i64'"):
+        layer.run(x, ids.long(), weights, out)
+    with pytest.raises(InvalidArgumentError, match=r"topk_ids: got torch.int16"):
+        layer.run(x, ids.short(), weights, out)
