@@ -2,7 +2,7 @@
 
     python examples/scale_rows/scale_rows.py
 
-prints the plan on any machine, and runs it where there is a GPU.
+prints the plan on any machine that has Triton, and runs it where there is a GPU.
 """
 
 # ruff: noqa: ANN001, ANN201
@@ -81,7 +81,8 @@ def main() -> None:
         out = torch.full_like(x, torch.nan)
         bound.run(x, out)  # looks up, patches, launches
         assert torch.equal(out, x * scale)
-    print(f"run at 5 sizes: {ready.audit.as_dict()['launches_by_key']}")
+    for entry in ready.audit.as_dict()["launches_by_key"]:
+        print(f"{entry['launches']} launches of {entry['key']}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from firesteel.cli.auditing import Usage, read_traffic, read_usage
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
 from firesteel.errors import InvalidArgumentError
-from firesteel.launch import LaunchKey, plan
+from firesteel.launch import LaunchKey, plan, replay
 from firesteel.moe.spec import geometry
 from tests.cli.command import assert_error, invoke
+from tests.launch.gather_rows import GatherRows
 
 SEED = ("--model", "glm-5.2", "--tp", 4, "--max-tokens", 64)
 A = LaunchKey("m.a", (), (("B", 1),))
@@ -139,8 +141,31 @@ def test_usage_is_what_the_plan_resolves():
     usage = Usage.of(plans)
     (made,) = plans
     for num_tokens in range(501):
-        steps = {s.key for t in made.tables.values() for s in t.resolve(num_tokens)}
-        assert set(usage.used(num_tokens)) == steps
+        assert Counter(usage.used(num_tokens)) == made.used(num_tokens)
+    both = Usage.of((made, made))
+    assert Counter(both.used(77)) == made.used(77) + made.used(77)
+    assert both.keys == usage.keys == made.keys
+
+
+def test_launches_of_a_call_are_counted_as_replay_counts_them(put, monkeypatch):
+    """A key that a call launches twice, and an empty grid: the same from a plan and its file."""
+
+    class Twice(GatherRows):
+        def select(self, num_tokens, flags):
+            gather, combine = super().select(num_tokens, flags)
+            return (gather, combine, combine) if num_tokens > 20 else (gather, combine)
+
+    made = plan(Twice(), 40)
+    counts = [0, 3, 21, 21, 40]
+    found = replay(made, counts).as_dict()
+    assert sum(n["launches"] for n in found["launches_by_key"]) == found["launches"] == 15
+    plan_file, traffic = put("plan.json", json.dumps(made.as_dict())), put("t.json", counts)
+    _, printed = audit("--plan", plan_file, "--traffic", traffic)
+    assert {name: printed[name] for name in found} == found
+    monkeypatch.setattr("firesteel.cli.auditing.make_specs", lambda choice: ())
+    monkeypatch.setattr("firesteel.cli.auditing.make_plans", lambda choice, specs: (made,))
+    _, printed = audit("--traffic", traffic)
+    assert {name: printed[name] for name in found} == found
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), min_size=1))
@@ -198,6 +223,8 @@ def test_a_broken_line_of_json_is_numbered(put):
         ({"max_tokens": 9, "keys": [A.as_dict()]}, "key 0: tokens is None"),
         ({"max_tokens": 9, "keys": [entry(A, [1, 10])]}, "within 0..9"),
         ({"max_tokens": 9, "keys": [entry(A, [3, 2])]}, "within 0..9"),
+        ({"max_tokens": 9, "keys": [entry(A, [3, 4, 0])]}, "within 0..9"),
+        ({"max_tokens": 9, "keys": [entry(A, [3, 4, 10**9])]}, "up to 1000"),
         ({"max_tokens": 9, "keys": [entry(A), {"kernel": "x"}]}, "key 1: key: got"),
         (
             {"max_tokens": 9, "keys": [{**entry(A), "constexprs": {"B": [1]}}]},

@@ -1,4 +1,5 @@
 import importlib.metadata
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from firesteel.checkpoint.families import FAMILIES
 from firesteel.cli import environment
 from firesteel.launch.runner import default_kind, native_failure
 from firesteel.settings import Settings
-from tests.cli.command import ROOT, assert_error, invoke, invoke_json
+from tests.cli.command import ROOT, assert_error, invoke, invoke_json, run_apart
 
 
 def test_env_json_has_versions_machine_formats_and_families():
@@ -57,6 +58,25 @@ def test_env_says_why_the_native_launcher_is_missing(monkeypatch):
     assert "python; the native one was not built: no module _native" in invoke("env").stdout
     monkeypatch.setenv("FIRESTEEL_LAUNCHER", "native")
     assert "native, as set, but it was not built" in invoke("env").stdout
+
+
+_NOT_BUILT = """
+import sys
+
+class NotBuilt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "firesteel.launch._native":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotBuilt())
+"""
+
+
+def test_env_of_a_checkout_that_was_not_built_names_the_module():
+    done = run_apart("env", "--json", code=_NOT_BUILT)
+    assert done.returncode == 0, done.stderr
+    failure = json.loads(done.stdout)["launcher"]["native_failure"]
+    assert failure == "No module named 'firesteel.launch._native'"
 
 
 def test_env_of_the_python_launcher_as_set(monkeypatch):

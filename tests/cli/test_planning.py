@@ -1,6 +1,9 @@
 import json
 import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +11,15 @@ from firesteel.cli.keys import distinctions, spans
 from firesteel.launch import LaunchKey, plan
 from firesteel.moe.spec import GEOMETRIES, geometry
 from tests.checkpoints import STORAGES, edit_config, write
-from tests.cli.command import CHECKPOINTS, INT4, ROOT, assert_error, invoke, invoke_json
+from tests.cli.command import (
+    CHECKPOINTS,
+    INT4,
+    ROOT,
+    assert_error,
+    invoke,
+    invoke_json,
+    run_apart,
+)
 
 LITTLE = ROOT / "examples" / "little_moe"
 SEED = ("--model", "glm-5.2", "--tp", 4, "--recipe", "int4-g128")
@@ -89,7 +100,10 @@ def test_max_tokens_is_the_operators(monkeypatch):
         (("--model", "glm-5.2", "--recipe", "int4"), ["recipe: got 'int4', must be"]),
         (("--model", "glm-5.2", "--tp", 3), ["tensor_parallel: got 3", "2048"]),
         (("--model", "glm-5.2", "--tp", 0), ["tensor_parallel: got 0"]),
-        (("--model", "gpt-oss-120b"), ["group_size: got 128 for 2880 columns", "[32, 64]"]),
+        (
+            ("--model", "gpt-oss-120b"),
+            ["--recipe: got int4-g128, must be one of int4-g32, int4-g64 for gpt-oss-120b"],
+        ),
         (("--model", "glm-5.2", "--ids", "int16"), ["ids: got 'int16'", "int32 or int64"]),
         (("--model", "glm-5.2", "--ids", ""), ["ids: got ''"]),
         (("--model", "glm-5.2", "--max-tokens", -1), ["max_tokens: got -1"]),
@@ -103,6 +117,41 @@ def test_max_tokens_is_the_operators(monkeypatch):
 )
 def test_errors_are_named(arguments: tuple, words: list[str]):
     assert_error(invoke("plan", *arguments), *words)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", *SEED, "--max-tokens", 2),
+        (
+            "audit",
+            *SEED,
+            "--max-tokens",
+            2,
+            "--traffic",
+            ROOT / "examples/launch_audit/decode_32.txt",
+        ),
+        ("bench", "launch", *SEED, "--max-tokens", 2, "--device", "cpu"),
+    ],
+)
+def test_without_triton_one_line_says_so(arguments: tuple):
+    done = run_apart(*arguments, code="import sys; sys.modules['triton'] = None")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "error: triton: not installed, kernels need it"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_output_that_cannot_be_written_is_one_line(more: tuple):
+    command = [sys.executable, "-c", "from firesteel.cli.main import app; app()"]
+    arguments = [*map(str, SEED), "--max-tokens", "2", *more]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, "plan", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert done.returncode == 2
+    assert done.stderr == "error: stdout: cannot be written: No space left on device\n"
 
 
 def test_a_checkpoint_is_planned_from_its_headers(monkeypatch):

@@ -20,6 +20,22 @@ def test_the_readme_shows_the_example() -> None:
     assert shown.rstrip() in EXAMPLE.read_text()
 
 
+def test_what_the_readme_shows_runs_as_it_is(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (shown,) = [block for block in blocks if "@triton.jit" in block]
+    (planned,) = [line for block in blocks for line in block.splitlines() if "made = plan(" in line]
+    pasted = tmp_path / "pasted.py"
+    pasted.write_text(f"{shown}\n{planned}\nprint(len(made.keys), 'keys')\n")
+    done = subprocess.run([sys.executable, pasted], check=True, capture_output=True, text=True)
+    assert done.stdout == "4 keys\n"
+
+
+def test_files_that_the_readme_names_in_commands_exist() -> None:
+    words = re.findall(r"--traffic (\S+)", (ROOT / "README.md").read_text())
+    assert words
+    assert all((ROOT / word).is_file() for word in words)
+
+
 def test_the_example_prints_its_plan_where_there_is_no_gpu() -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLE], check=True, capture_output=True, text=True, cwd=ROOT

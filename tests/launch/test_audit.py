@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from firesteel.errors import NotPlannedError
 from firesteel.launch import Arena, Bound, LaunchKey, Ready, plan, replay
-from firesteel.launch.audit import Miss, Prewarmed, replay_keys
+from firesteel.launch.audit import MAX_MISSES, Audit, Miss, Prewarmed, replay_keys
 from firesteel.launch.stub import StubDriver
 from firesteel.settings import Settings
 from tests.launch.gather_rows import WIDTH, GatherRows
@@ -71,7 +71,10 @@ def test_launches_are_those_that_were_made(calls: Any, data: st.DataObject) -> N
     assert found["planned"] == len(PLAN.keys)
     assert found["launched"] == len(wanted)
     assert found["launches"] == sum(wanted.values())
-    assert found["launches_by_key"] == {str(key): count for key, count in wanted.items()}
+    listed = {
+        (entry["kernel"], entry["key"]): entry["launches"] for entry in found["launches_by_key"]
+    }
+    assert listed == {(key.kernel, str(key)): count for key, count in wanted.items()}
     assert found["never_launched"] == [str(key) for key in PLAN.keys if key not in wanted]
     assert found["launched_unplanned"] == found["misses"] == []
 
@@ -162,6 +165,42 @@ def test_misses_have_the_key_the_nearest_and_what_differs(kind: str) -> None:
     listed = json.loads(json.dumps(ready.audit.as_dict()))["misses"]
     assert LaunchKey.from_dict(listed[0]["key"]) == miss.key
     assert listed[0]["differences"] == list(miss.differences)
+
+
+def test_kernels_of_one_short_name_lose_no_launches() -> None:
+    keys = [LaunchKey("first.a", (), (("B", 1),)), LaunchKey("second.a", (), (("B", 1),))]
+    assert str(keys[0]) == str(keys[1])
+    found = replay_keys(lambda m: keys, 9, [1, 2, 3], prewarmed=keys).as_dict()
+    assert found["launches"] == sum(entry["launches"] for entry in found["launches_by_key"]) == 6
+    assert [entry["kernel"] for entry in found["launches_by_key"]] == ["first.a", "second.a"]
+
+
+def test_misses_are_told_apart_up_to_a_number() -> None:
+    audit = Audit(PLAN)
+    asked = [Miss(f"{number} tokens", 40, None, None, ()) for number in range(MAX_MISSES + 3)]
+    assert all(audit.note(miss) for miss in asked)
+    assert not audit.note(asked[5])
+    assert not audit.note(asked[5])
+    assert len(audit.misses) == MAX_MISSES
+    found = audit.as_dict()
+    assert (len(found["misses"]), found["misses_left_out"]) == (MAX_MISSES, 3)
+    assert [miss["count"] for miss in found["misses"][4:7]] == [1, 3, 1]
+
+
+def test_a_key_that_a_call_launches_twice_counts_twice() -> None:
+    class Twice(GatherRows):
+        def select(self, num_tokens: int, flags: Any) -> Any:
+            gather, combine = super().select(num_tokens, flags)
+            return (gather, combine, combine) if num_tokens > 20 else (gather, combine)
+
+    made = plan(Twice(), 40, flags={"ids": ["i32"]})
+    (combine,) = (key for key in made.keys if key.name == "combine_kernel")
+    found = replay(made, [0, 3, 21, 30])
+    assert found.launches[combine] == 1 + 2 + 2
+    assert made.launch_ranges()[combine] == [(1, 20, 1), (21, 40, 2)]
+    assert made.ranges()[combine] == [(1, 40)]
+    (listed,) = (key for key in made.as_dict()["keys"] if key["kernel"] == combine.kernel)
+    assert listed["tokens"] == [(1, 20), (21, 40, 2)]
 
 
 def test_a_miss_says_what_there_is() -> None:

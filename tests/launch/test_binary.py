@@ -1,7 +1,6 @@
 """Compiled kernels: as bytes, by what they are identified, and how many compile at once."""
 
 import json
-import os
 import sys
 import threading
 import time
@@ -9,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import triton
@@ -48,9 +46,13 @@ def with_header(**changes: object) -> bytes:
     return rehashed(json.dumps(kept).encode() + b"\n" + image)
 
 
-@given(image=st.binary(max_size=50), symbol=st.text(max_size=5), numbers=st.integers(0, 2**40))
-def test_bytes_give_the_binary_back(image: bytes, symbol: str, numbers: int) -> None:
-    made = replace(BINARY, image=image, symbol=symbol, shared_bytes=numbers)
+@given(
+    image=st.binary(max_size=50),
+    symbol=st.from_regex(r"[a-z_$.][\w$.]*", fullmatch=True, alphabet=st.characters(codec="ascii")),
+    number=st.integers(0, 2**24),
+)
+def test_bytes_give_the_binary_back(image: bytes, symbol: str, number: int) -> None:
+    made = replace(BINARY, image=image, symbol=symbol, shared_bytes=number)
     assert Binary.from_bytes(made.to_bytes(), made.digest) == made
 
 
@@ -75,7 +77,26 @@ def test_a_file_that_was_cut_is_noticed(size: int) -> None:
         (with_header(format=None), "it is not of format 1"),
         (with_header(grid=3), "its fields are"),
         (with_header(symbol=None), "its fields are"),
+        (with_header(format=True), "it is not of format 1"),
         (with_header(digest="0" * 64), "it is of 0000"),
+        (with_header(digest=0), "its digest is 0"),
+        (with_header(target=90), "its target is 90"),
+        (with_header(target="sm_120"), "it is for sm_120, not sm_90"),
+        (with_header(symbol=5), "its symbol is 5"),
+        (with_header(symbol=""), "its symbol is ''"),
+        (with_header(symbol="a\0b"), "its symbol is 'a"),
+        (with_header(symbol="\u2603"), "its symbol is "),
+        (with_header(shared_bytes="x"), "its shared_bytes is 'x', not an integer up to"),
+        (with_header(shared_bytes=-1), "its shared_bytes is -1"),
+        (with_header(shared_bytes=10**12), "its shared_bytes is 10"),
+        (with_header(num_warps=1.5), "its num_warps is 1.5"),
+        (with_header(num_warps=True), "its num_warps is True"),
+        (with_header(num_warps=0), "its num_warps is 0"),
+        (with_header(num_warps=64), "its num_warps is 64"),
+        (with_header(num_hidden=-1), "its num_hidden is -1"),
+        (with_header(num_hidden="2"), "its num_hidden is '2'"),
+        (with_header(num_hidden=10**7), "its num_hidden is 10"),
+        (rehashed(b"[" * 100_000), "its header is nested too deeply"),
         (rehashed(b"[1]\n"), "its header is no object"),
         (rehashed(b"not json\n"), "Expecting value"),
         (rehashed(b"\xff\n"), "decode"),
@@ -83,7 +104,7 @@ def test_a_file_that_was_cut_is_noticed(size: int) -> None:
 )
 def test_a_whole_file_of_something_else_is_noticed(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Binary.from_bytes(data, BINARY.digest)
+        Binary.from_bytes(data, BINARY.digest, "sm_90")
 
 
 @pytest.mark.parametrize(("target", "number"), [("sm_80", 80), ("sm_90", 90), ("sm_120", 120)])
@@ -100,8 +121,6 @@ def test_another_target_is_refused(target: str) -> None:
 
 
 def test_everything_that_changes_code_changes_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    other_kernel = Kernel(KERNEL.function)
-    object.__setattr__(other_kernel, "source_digest", "other")
     found = {
         "as it is": identity(KERNEL, KEY, "sm_90"),
         "target": identity(KERNEL, KEY, "sm_120"),
@@ -109,11 +128,14 @@ def test_everything_that_changes_code_changes_the_identity(monkeypatch: pytest.M
         "order": identity(KERNEL, replace(KEY, arguments=KEY.arguments[::-1]), "sm_90"),
         "one": identity(KERNEL, replace(KEY, constexprs=(("A", 1),)), "sm_90"),
         "true": identity(KERNEL, replace(KEY, constexprs=(("A", True),)), "sm_90"),
-        "source": identity(other_kernel, KEY, "sm_90"),
     }
     assert identity(Kernel(KERNEL.function), KEY, "sm_90") == found["as it is"]
-    monkeypatch.setattr(binaries, "triton_version", lambda: "0.0.1")
-    found["triton"] = identity(KERNEL, KEY, "sm_90")
+    for name in ("triton_version", "environment"):
+        with monkeypatch.context() as patched:
+            patched.setattr(binaries, name, lambda *_: "other")
+            found[name] = identity(KERNEL, KEY, "sm_90")
+    monkeypatch.setattr(Kernel, "source_digest", "other")
+    found["source"] = identity(KERNEL, KEY, "sm_90")
     assert len(set(found.values())) == len(found), found
 
 
@@ -179,53 +201,68 @@ def test_a_kernel_that_cannot_be_compiled_ends_it(monkeypatch: pytest.MonkeyPatc
     pretender = Pretender(fail)
     with pytest.raises(MemoryError, match="no room"):
         compile_with(pretender, monkeypatch, 1)
-    assert len(pretender.asked) < len(WANTED)
+    assert pretender.asked == [KEY]
+
+
+def test_each_is_handed_over_as_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest_is_done = threading.Event()
+    order: list[LaunchKey] = []
+
+    def wait(key: LaunchKey) -> None:
+        if key == KEY:
+            assert rest_is_done.wait(20)
+
+    def done(key: LaunchKey, binary: Binary) -> None:
+        del binary
+        order.append(key)
+        if len(order) == len(WANTED) - 1:
+            rest_is_done.set()
+
+    monkeypatch.setattr(binaries, "_compile", Pretender(wait))
+    compile_all(WANTED, "sm_90", threads=2, done=done)
+    assert order[-1] == KEY
+    assert set(order) == {key for _, key in WANTED}
+
+
+def test_what_others_have_compiled_is_not_lost_when_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second = WANTED[1][1]
+    both = threading.Barrier(2, timeout=20)
+    has_failed = threading.Event()
+
+    def act(key: LaunchKey) -> None:
+        both.wait()
+        if key == KEY:
+            has_failed.set()
+            raise MemoryError("no room")
+        assert has_failed.wait(20)
+        time.sleep(0.05)
+
+    pretender = Pretender(act)
+    monkeypatch.setattr(binaries, "_compile", pretender)
+    found: dict[LaunchKey, Binary] = {}
+    with pytest.raises(MemoryError, match="no room"):
+        compile_all(WANTED, "sm_90", threads=2, done=found.__setitem__)
+    assert set(found) == {second}
+    assert set(pretender.asked) == {KEY, second}
+
+
+def test_where_handing_over_fails_nothing_more_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretender = Pretender()
+    monkeypatch.setattr(binaries, "_compile", pretender)
+
+    def done(key: LaunchKey, binary: Binary) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_all(WANTED * 1000, "sm_90", threads=1, done=done)
+    assert len(pretender.asked) < 1000 * len(WANTED)
 
 
 def test_nothing_to_compile_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binaries, "ThreadPoolExecutor", None)
     compile_all([], "sm_90", threads=1, done=lambda key, binary: None)
-
-
-def test_tritons_own_cache_is_put_back_also_by_two_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from triton import knobs
-
-    cache: Any = knobs.cache
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "theirs"))
-    before = cache.dir
-    folders: list[str] = []
-
-    def note(key: LaunchKey) -> None:
-        del key
-        folder = cache.dir
-        assert Path(folder).is_dir()
-        # Long enough for the others to come in between.
-        time.sleep(0.01)
-        assert cache.dir == folder
-        folders.append(folder)
-
-    monkeypatch.setattr(binaries, "_compile", Pretender(note))
-    threads = [
-        threading.Thread(
-            target=compile_all,
-            args=(WANTED, "sm_90"),
-            kwargs={"threads": 2, "done": lambda key, binary: None},
-        )
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(folders) == 3 * len(WANTED)
-    assert before not in folders
-    assert not any(Path(folder).exists() for folder in folders)
-    assert cache.dir == before == os.environ["TRITON_CACHE_DIR"]
-    # Not pinned either: what the environment says next still counts.
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "next"))
-    assert cache.dir == str(tmp_path / "next")
 
 
 @pytest.mark.compile

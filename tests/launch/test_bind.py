@@ -1,9 +1,12 @@
 """`bind`: every tensor, flag and arena that is refused, and the memory that a Bound keeps."""
 
+import copy
 import gc
 import logging
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firesteel.errors import ArenaError, InvalidArgumentError, NotPlannedError
-from firesteel.launch import Arena, Ready, plan
+from firesteel.launch import Arena, Operand, Ready, plan
 from firesteel.launch.stub import StubDriver
 from firesteel.settings import Settings
 from tests.launch.gather_rows import GatherRows
@@ -180,6 +183,54 @@ def test_a_bound_keeps_its_memory_until_it_ends(driver: StubDriver) -> None:
         assert arena_memory() is None
     finally:
         gc.enable()
+
+
+class Changing(GatherRows):
+    """A spec that breaks the contract: its operands change."""
+
+    name = "w"
+
+    def operands(self, flags: Any) -> tuple[Operand, ...]:
+        first, *rest = super().operands(flags)
+        return (replace(first, name=self.name), *rest)
+
+
+def test_what_was_planned_is_bound_though_the_spec_has_changed(
+    driver: StubDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = ready_on_stub(
+        plan(Changing(), 10), driver, settings=Settings(on_miss="compile", cache="off")
+    )
+    monkeypatch.setattr(Changing, "name", "weights")
+    tensors = tensors_of(GatherRows(), I64)
+    arena = Arena.allocate(4096, CPU)
+    bound = ready.bind(tensors, arena, ids="i64")
+    assert bound.run(*call_of(GatherRows(), I64, 3)) == 2
+    with pytest.raises(InvalidArgumentError):
+        bound.run(*call_of(GatherRows(), I64, 11))
+    monkeypatch.setattr(Changing, "name", "w")
+    monkeypatch.setattr(
+        Changing,
+        "operands",
+        lambda self, flags: (*GatherRows.operands(self, flags), Operand("more", "fp32", (4,))),
+    )
+    with pytest.raises(InvalidArgumentError, match="has other operands than when it was planned"):
+        bound.run(*call_of(GatherRows(), I64, 11))
+
+
+def test_an_arena_that_another_launcher_uses_is_refused(ready: Ready) -> None:
+    arena = ready.arena()
+    arena.take("another")
+    with pytest.raises(ArenaError, match="must be another, which uses it already"):
+        ready.bind(tensors_of(GatherRows(), I64), arena, ids="i64")
+
+
+def test_what_belongs_to_a_process_says_that_it_cannot_be_copied(ready: Ready) -> None:
+    bound = ready.bind(tensors_of(GatherRows(), I64), ready.arena(), ids="i64")
+    for owner, name in ((ready, "Ready"), (bound, "Bound")):
+        for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=f"{name}: cannot be pickled or copied"):
+                copying(owner)
 
 
 def test_flags_that_the_plan_left_out_are_refused_or_compiled(

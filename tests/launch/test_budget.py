@@ -18,8 +18,8 @@ from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 SPEC = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=64, top_k=8)
 FLAGS = (("ids", "i32"),)
-# CPython 3.11 takes 176 and 21; a loop over operands took half as much again.
-MAX_BYTECODES, MAX_C_CALLS, MAX_PYTHON_CALLS = 230, 24, 3
+# CPython 3.11 takes 217 and 18; a loop over operands took half as much again.
+MAX_BYTECODES, MAX_C_CALLS, MAX_PYTHON_CALLS = 250, 24, 3
 
 
 def _counted(function: Any, *arguments: Any) -> Counter[str]:

@@ -1,6 +1,7 @@
 """The quick check of each call and the thorough one that explains refuse the same tensors."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import NUM_TOKENS, Operand
@@ -170,7 +172,7 @@ def test_strides_past_32_bits_are_passed_whole() -> None:
     class Far:
         """As `far`, but of memory; none is so large."""
 
-        is_cpu, dtype, shape = True, far.dtype, far.shape
+        is_cpu, dtype, shape, requires_grad = True, far.dtype, far.shape, False
         is_contiguous, stride = staticmethod(far.is_contiguous), staticmethod(far.stride)
         get_device, data_ptr = staticmethod(lambda: -1), staticmethod(lambda: 4096)
 
@@ -226,6 +228,65 @@ def test_a_refusal_names_the_operand_the_value_and_what_is_allowed(
     num_tokens = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.dim() else None
     with pytest.raises(InvalidArgumentError, match=message):
         check_operand(ROWS, tensor, num_tokens, CPU)
+
+
+def emptied(shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose memory was freed behind it."""
+    made = torch.zeros(shape)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def without_memory() -> dict[str, Tensor]:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.zeros(3, 2, 4))
+    return {
+        "freed": emptied((3, 2, 4)),
+        "fake": fake,
+        "zeros that are not stored": torch._efficientzerotensor((3, 2, 4)),
+    }
+
+
+# Torch warns of it; the address that it gives is what is refused.
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", ["freed", "fake", "zeros that are not stored"])
+def test_rows_without_memory_are_refused(name: str) -> None:
+    tensor = without_memory()[name]
+    assert quick([ROWS], [tensor]) == REFUSED
+    refusal = thorough([ROWS], [tensor])
+    assert refusal == "x: has no memory (address 0) for its 24 elements, must have"
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (3, 0)])
+def test_no_elements_need_no_memory(shape: tuple[int, ...]) -> None:
+    operand = Operand("x", "fp32", (NUM_TOKENS, *shape[1:]))
+    tensor = torch.zeros(shape)
+    assert tensor.data_ptr() == 0
+    assert quick([operand], [tensor]) == (shape[0], 7, 0)
+    assert thorough([operand], [tensor]) is None
+
+
+def test_a_view_of_freed_memory_is_refused_where_it_is_given_once() -> None:
+    operand = Operand("w", "fp32", (2, 4))
+    tensor = torch.zeros(8, 4)[4:6]
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="w: has no memory"):
+        check_operand(operand, tensor, 0, CPU)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_tensor_that_wants_a_gradient_is_refused_while_gradients_are_on(place: int) -> None:
+    listed = [ROWS, Operand("ids", "i64", (NUM_TOKENS,)), replace(ROWS, name="out")]
+    given = [torch.zeros(3, 2, 4), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, 4)]
+    given[place].requires_grad_()
+    assert quick(listed, given) == REFUSED
+    refusal = thorough(listed, given)
+    assert refusal is not None
+    assert refusal.startswith(f"{listed[place].name}: requires a gradient, must not")
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            assert quick(listed, given) != REFUSED
+            assert thorough(listed, given) is None
 
 
 @pytest.mark.parametrize("given", [[], [torch.zeros(1, 2, 4)] * 2])

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Kernel, LaunchKey, Stride
-from firesteel.launch.kernel import _tokens
+from firesteel.launch.closure import _tokens
 
 ROOT = Path(__file__).parent.parent.parent
 TYPES = {"x_ptr": "*fp32", "M": "i64", "eps": "fp32"}
@@ -138,6 +138,43 @@ def test_a_pointer_in_do_not_specialize_is_refused() -> None:
 def test_what_is_no_triton_function_is_refused(function: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"must be decorated by triton\.jit"):
         Kernel(function).key({})
+
+
+@pytest.mark.parametrize("wrapped", ["autotuned", "heuristic", "both"])
+def test_a_function_that_chooses_for_itself_is_refused(wrapped: str) -> None:
+    function: Any = sample_kernel
+    if wrapped != "autotuned":
+        function = triton.heuristics({"IS_EVEN": lambda _: True})(function)
+    if wrapped != "heuristic":
+        function = triton.autotune([triton.Config({"BLOCK": 16})], key=[])(function)
+    with pytest.raises(
+        InvalidArgumentError, match=r"must be the triton\.jit function inside it: pa"
+    ):
+        Kernel(function).key({})
+
+
+@triton.jit
+def keyword_kernel(x_ptr, *, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 0)
+
+
+@triton.jit(debug=True)
+def asserting_kernel(x_ptr):
+    tl.device_assert(tl.load(x_ptr) > 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (keyword_kernel, r"function: .*keyword_kernel\.BLOCK is keyword-only, must be positional"),
+        (asserting_kernel, "function: .*asserting_kernel has debug=True, must be False"),
+    ],
+)
+def test_what_would_be_compiled_otherwise_than_written_is_refused(
+    function: object, message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        Kernel(function)
 
 
 def _launch(**changes: Any) -> Any:
@@ -300,6 +337,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sources:
     "changes",
     [
         pytest.param([("    at = ", "    # Comment.\n    at = ")], id="comment"),
+        pytest.param([("@triton.jit\ndef scale", "@triton.jit()\ndef scale")], id="decorator"),
         pytest.param([("    x = tl.load", "\n\n    x = tl.load")], id="blank lines"),
         pytest.param([("(x_ptr + at)", "(x_ptr   +  at)  # load")], id="spaces"),
         pytest.param([("SCALE = tl", "\n\nnothing = 0\n\nSCALE = tl")], id="place in the file"),
@@ -322,7 +360,10 @@ def test_what_does_not_matter_leaves_the_source_digest(
     [
         pytest.param("module", "SCALE > 2", "SCALE > 1", id="code"),
         pytest.param(
-            "module", "@triton.jit\ndef scale", "@triton.jit()\ndef scale", id="decorator"
+            "module",
+            "@triton.jit\ndef local",
+            "@triton.jit(noinline=True)\ndef local",
+            id="decorator",
         ),
         pytest.param("module", "return x + 1", "return x + 3", id="called function"),
         pytest.param("callees", "x * 2", "x * 3", id="called function of another module"),

@@ -1,5 +1,6 @@
 import json
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,3 +139,33 @@ def test_json_of_other_fields_is_refused(change: dict[str, object], message: str
 def test_json_of_a_wrong_class_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"key.{name}: got \\[1\\], must be an object"):
         LaunchKey.from_dict({**KEY.as_dict(), name: [1]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": 5}, "key.kernel: got 5, must be text"),
+        ({"num_warps": True}, "key.num_warps: got True, must be an integer"),
+        ({"num_warps": 4.0}, "key.num_warps: got 4.0, must be an integer"),
+        ({"num_stages": "3"}, "key.num_stages: got '3', must be an integer"),
+        ({"pdl": 1}, "key.pdl: got 1, must be true or false"),
+        ({"cooperative": None}, "key.cooperative: got None, must be true or false"),
+        ({"arguments": {"x": 5}}, "key.arguments.x: got 5, must be text"),
+        (
+            {"constexprs": {"A": [1]}},
+            r"key.constexprs.A: got \[1\], must be a number, text or None",
+        ),
+        ({"constexprs": {"A": float("nan")}}, "key.constexprs.A: got nan, must be a number"),
+    ],
+)
+def test_a_field_of_a_wrong_class_is_refused_by_name(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        LaunchKey.from_dict({**KEY.as_dict(), **change})
+
+
+@pytest.mark.parametrize("value", [None, 5, [1], "kernel arguments constexprs"])
+def test_json_that_is_no_object_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="must have kernel, arguments and constexprs"):
+        LaunchKey.from_dict(value)

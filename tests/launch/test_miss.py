@@ -11,6 +11,7 @@ import torch
 
 from firesteel.errors import ArenaError, NotPlannedError
 from firesteel.launch import Arena, Bound
+from firesteel.launch.bound import MAX_UNPLANNED
 from tests.launch.gather_rows import WIDTH, GatherRows
 from tests.launch.rig import Compiler, call_of, tensors_of
 from tests.launch.test_bound import I64, MAX, PLAN, SPEC, Rig
@@ -39,7 +40,9 @@ def test_a_count_outside_the_plan_raises(rig: Rig) -> None:
         for count in (1, 2):
             with pytest.raises(NotPlannedError, match=MISS):
                 bound.run(*call_of(SPEC, I64, 33))
-            assert len(misses_of(bound)) == count
+            assert len(misses_of(bound)) == 1
+            (listed,) = bound._ready.audit.as_dict()["misses"]
+            assert listed["count"] == count
     assert compiler.asked == []
     assert rig.driver.launches() == []
     assert bound.run(*call_of(SPEC, I64, MAX)) == 2
@@ -73,9 +76,32 @@ def test_a_count_outside_the_plan_is_compiled_once(
         assert "34 tokens, the plan holds 0..20 tokens; its keys are all planned" in warnings[1]
     found = ready.audit.as_dict()
     assert found["launched_unplanned"] == [str(key)]
-    assert found["launches_by_key"][str(key)] == 3
+    (launches,) = (n["launches"] for n in found["launches_by_key"] if n["key"] == str(key))
+    assert launches == 3
     assert found["launches"] == 6
     assert [miss["asked"] for miss in found["misses"]] == ["33 tokens", "34 tokens"]
+
+
+def test_launchers_of_counts_outside_the_plan_make_room_and_lose_no_count(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready = rig.ready(on_miss="warn")
+    last = MAX + MAX_UNPLANNED + 5
+    arena = Arena.allocate(last * WIDTH * 4 + 256, torch.device("cpu"))
+    bound = ready.bind(tensors_of(SPEC, I64), arena, ids="i64")
+    call = call_of(SPEC, I64, last)
+    with patch("firesteel.launch.ready.compile_all", Compiler()):
+        for _ in range(2):
+            for num_tokens in range(MAX + 1, last + 1):
+                assert bound.run(*(tensor[:num_tokens] for tensor in call)) == 2
+    counts = last - MAX
+    assert len(bound._unplanned) == MAX_UNPLANNED < counts
+    # One more for what is planned.
+    assert len(ready.audit._live) == MAX_UNPLANNED + 1
+    assert sum(ready.audit.launches().values()) == 2 * 2 * counts
+    warnings = [r for r in caplog.records if "compiling it now" in r.getMessage()]
+    # One more at 32 tokens: its kernel was new at first, and is loaded by now.
+    assert len(warnings) == counts + 1
 
 
 def test_a_parameter_of_an_unplanned_launch_is_the_calls_own(rig: Rig) -> None:

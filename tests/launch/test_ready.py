@@ -18,7 +18,7 @@ from firesteel.errors import (
     InvalidArgumentError,
     UnsupportedError,
 )
-from firesteel.launch import LaunchKey, Plan, Ready, plan, prewarm, store
+from firesteel.launch import Kernel, LaunchKey, Plan, Ready, plan, prewarm, store
 from firesteel.launch import binary as binaries
 from firesteel.launch import ready as ready_module
 from firesteel.launch.store import write_bundle
@@ -208,8 +208,7 @@ def test_a_foreign_bundle_is_compiled_instead_with_one_warning(
             for module in (binaries, store):
                 patched.setattr(module, "triton_version", lambda: "9.9.9")
         if kind == "sources":
-            for kernel in PLAN.kernels.values():
-                patched.setitem(kernel.__dict__, "source_digest", "of an older release")
+            patched.setattr(Kernel, "source_digest", "of an older release")
         target = "sm_120" if kind == "target" else "sm_90"
         bundle = bundle_of(tmp_path / "bundle", target=target)
     ready = ready_on_stub(PLAN, driver, bundle=bundle)

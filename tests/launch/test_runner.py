@@ -362,3 +362,22 @@ def test_the_stub_remembers_the_last_launches_in_order(kind, stage):
     seen_values = [launch.params[0] for launch in stage.driver.launches()]
     assert seen_values == list(range(4, 4100))
     assert stage.driver.num_launches() == 4100
+
+
+@pytest.mark.parametrize("where", ["_claim_arena", "_launch_all"])
+def test_an_interrupt_leaves_the_threads_own_context(stage, where):
+    """Ctrl-C may come between any two bytecodes of the Python launcher."""
+    before = stage.current()
+    runner = stage.runner("python", simple_plan(stage), owner=arena_cell())
+    launcher = runner.run.__self__
+
+    def interrupt(*_):
+        assert stage.current() == stage.context
+        raise KeyboardInterrupt
+
+    setattr(launcher, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(1, STREAM, 7)
+    assert stage.current() == before != stage.context
+    delattr(launcher, where)
+    assert runner.run(1, STREAM, 7) == 1

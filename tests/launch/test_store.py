@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,18 @@ def make_folder(path: Path) -> None:
     path.mkdir()
 
 
+def nested(path: Path) -> None:
+    body = b"[" * 100_000
+    path.write_bytes(sha256(body).hexdigest().encode() + b"\n" + body)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": cut,
     "bit flipped": flip,
     "empty": lambda path: path.write_bytes(b""),
     "another kernel's": swap,
     "a folder": make_folder,
+    "nested": nested,
     "text": lambda path: path.write_text("hello\n{}\n"),
 }
 
@@ -116,6 +123,28 @@ def test_a_corrupt_entry_is_rebuilt_with_one_warning(
         cache.write(binary)
     assert [Cache(filled).read(binary.digest) for binary in BINARIES] == BINARIES
     assert len(warnings_of(caplog)) == 1
+
+
+def test_an_entry_for_another_target_is_corrupt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = Cache(tmp_path)
+    cache.write(replace(FIRST, target="sm_120"))
+    assert cache.read(FIRST.digest, "sm_90") is None
+    assert "it is for sm_120, not sm_90; compiled again" in warnings_of(caplog)[0]
+    cache.write(FIRST)
+    assert cache.read(FIRST.digest, "sm_90") == FIRST
+
+
+def test_a_folder_whose_name_cannot_be_is_worked_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = Cache(Path("a\0b"))
+    cache.write(FIRST)
+    assert cache.read(FIRST.digest) is None
+    (message,) = warnings_of(caplog)
+    assert "null byte" in message
+    assert message.endswith("kernels of this process are not kept")
 
 
 def fail_with(number: int) -> Callable[..., Any]:
@@ -276,7 +305,14 @@ def change_manifest(folder: Path, **changes: object) -> None:
         lambda folder: change_manifest(folder, targets=None),
         lambda folder: change_manifest(folder, targets=90),
         lambda folder: change_manifest(folder, triton=None),
+        lambda folder: change_manifest(folder, targets="sm_90"),
+        lambda folder: change_manifest(folder, targets=[90]),
+        lambda folder: change_manifest(folder, triton=["3.7"]),
+        lambda folder: change_manifest(folder, plans=None),
+        lambda folder: change_manifest(folder, entries={"a": 5}),
         lambda folder: change_manifest(folder, format=None),
+        lambda folder: change_manifest(folder, format=True),
+        lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
     ],
 )
 def test_a_corrupt_manifest_is_refused(bundle: Path, change: Callable[[Path], object]) -> None:

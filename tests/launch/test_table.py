@@ -1,7 +1,9 @@
 """`plan`: what it holds, against `select` itself, and what it refuses."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -172,8 +174,14 @@ def test_ranges_are_the_counts_that_use_a_key(
     made = plan(Drawn(pick.__getitem__), len(pick) - 1)
     ranges = made.ranges()
     assert list(ranges) == list(made.keys)
+    for key, whole in made.launch_ranges().items():
+        found = {m: n for first, last, n in whole for m in range(first, last + 1)}
+        often = [sum(x.key == key and all(x.grid) for x in wanted) for wanted in pick]
+        assert found == {m: n for m, n in enumerate(often) if n}
+        assert all(a[1] + 1 < b[0] or a[2] != b[2] for a, b in pairwise(whole))
     for key, spans in ranges.items():
-        counts = [m for m, wanted in enumerate(pick) if key in [x.key for x in wanted]]
+        made_at = [[x.key for x in wanted if all(x.grid)] for wanted in pick]
+        counts = [m for m, keys in enumerate(made_at) if key in keys]
         assert [m for first, last in spans for m in range(first, last + 1)] == counts
         # As few as can be: a gap between each and the next.
         assert all(a[1] + 1 < b[0] for a, b in pairwise(spans))
@@ -237,6 +245,28 @@ def test_one_count_alone_is_refused_where_no_plan_could_hold_it(num_tokens: int)
 def test_unknown_flags_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         plan(ScaleRows(k=96), 8, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        ({"arena": ("a",)}, r"spec\.flags: got 'arena', must be none of self, tensors, arena"),
+        ({"tensors": ("a",)}, r"spec\.flags: got 'tensors'"),
+        ({"self": ("a",)}, r"spec\.flags: got 'self'"),
+        ({"ids": ()}, r"spec\.flags\['ids'\]: got \(\), must be one value or more"),
+        ({"ids": "i32"}, r"spec\.flags\['ids'\]: got 'i32', must be one value or more"),
+    ],
+)
+def test_flags_that_bind_could_not_be_given_are_refused(allowed: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan(one(launch_of(), allowed=allowed), 2)
+
+
+def test_a_plan_says_why_it_cannot_be_copied() -> None:
+    made = plan(ScaleRows(k=96), 3)
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="Plan: cannot be pickled or deep-copied"):
+            copying(made)
 
 
 def test_flags_narrow_the_plan() -> None:
@@ -410,9 +440,9 @@ def test_a_plan_prints_as_a_table_and_as_json() -> None:
     first, *rows, last = str(made).splitlines()
     assert first == "scale rows of 96: 4 keys for 0..100 tokens"
     assert [row.split()[:2] for row in rows] == [
-        ["0", "0-63"],
+        ["0", "1-63"],
         ["1", "64-100"],
-        ["2", "0-63"],
+        ["2", "1-63"],
         ["3", "64-100"],
     ]
     assert last == f"workspace 0 bytes, digest {made.digest[:16]}"
@@ -421,7 +451,8 @@ def test_a_plan_prints_as_a_table_and_as_json() -> None:
         LaunchKey.from_dict({k: v for k, v in key.items() if k != "tokens"})
         for key in found["keys"]
     ] == list(made.keys)
-    assert found["keys"][1]["tokens"] == [[64, 100]]
+    # No tokens are an empty grid, which launches nothing.
+    assert [key["tokens"] for key in found["keys"][:2]] == [[[1, 63]], [[64, 100]]]
     assert found["flags"] == [{"dtype": "fp16"}, {"dtype": "fp32"}]
     assert found["spec"] == {"k": 96}
     assert found["digest"] == made.digest

@@ -1,9 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firesteel.errors import InvalidArgumentError
+from firesteel.errors import ArenaError, InvalidArgumentError
 from firesteel.launch import Arena, Region
 from firesteel.launch.workspace import Workspace
 
@@ -104,6 +106,44 @@ def test_an_owner_can_be_seen_and_released() -> None:
     # The default stream is number 0, and an owner too.
     arena.owner_cell[0] = 0
     assert arena.owner == 0
+
+
+def test_arenas_over_one_storage_have_one_owner() -> None:
+    first = Arena.allocate(4096, CPU)
+    second, apart = Arena(first.storage[:512]), Arena(first.storage[1024:])
+    first.owner_cell[0] = 0x7000
+    assert second.owner == 0x7000
+    assert apart.owner is None
+    second.release()
+    assert first.owner is None
+
+
+def test_arenas_of_nothing_share_nothing() -> None:
+    first, second = Arena.allocate(0, CPU), Arena.allocate(0, CPU)
+    first.owner_cell[0] = 0x7000
+    assert second.owner is None
+
+
+def test_an_owner_ends_with_its_arenas() -> None:
+    storage = Arena.allocate(4096, CPU).storage
+    Arena(storage).owner_cell[0] = 0x7000
+    assert Arena(storage).owner is None
+
+
+def test_launchers_of_two_kinds_are_refused() -> None:
+    arena = Arena.allocate(4096, CPU)
+    arena.take("native")
+    arena.take("native")
+    with pytest.raises(ArenaError, match="got the python launcher, must be native, which uses it"):
+        Arena(arena.storage).take("python")
+
+
+@pytest.mark.parametrize("shape", [(1.0,), (-1,), (True,), ("M",), (None, 2)])
+def test_a_region_of_no_size_is_refused(shape: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"region acc: shape .*, must be sizes, integers"
+    ):
+        Region("acc", "fp32", shape)
 
 
 def test_memory_that_was_freed_or_replaced_is_noticed() -> None:

@@ -9,10 +9,10 @@ form, so a plan of today can be audited against the keys of yesterday's.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,8 @@ __all__ = ["AuditRequest", "Usage", "read_traffic", "read_usage", "run"]
 
 _COMMENT = "#"
 _MAX_DIGITS = 18
+# Of one key in one call.
+_MAX_LAUNCHES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,8 @@ class AuditRequest:
 
     Fields
         choice     the plan of a model or checkpoint; or
-        plan_file  JSON: {"max_tokens": N, "keys": [{..., "tokens": [[first, last], ...]}, ...]}
+        plan_file  JSON: {"max_tokens": N, "keys": [{..., "tokens": [[first, last], ...]}, ...]}; a
+                   range of which each call launches the key more than once has the number last
         traffic    files of token counts
         prewarmed  JSON list of keys that a warm-up compiled; the plan's own by default
     """
@@ -56,29 +59,26 @@ class Usage:
     Fields
         title       of what
         max_tokens  where it ends
-        keys        with the token ranges, ends included and ascending, that use each
+        keys        all that any call launches
+        used        the keys of a call, each as often as it is launched
     """
 
     title: str
     max_tokens: int
-    keys: Mapping[LaunchKey, Sequence[tuple[int, int]]]
+    keys: tuple[LaunchKey, ...]
+    used: Callable[[int], Iterable[LaunchKey]]
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> Usage:
-        """Of every kind of layer; of all types of ids, since a traffic file does not say which."""
-        keys: dict[LaunchKey, list[tuple[int, int]]] = {}
-        for made in plans:
-            for key, spans in made.ranges().items():
-                keys[key] = _merged([*keys.get(key, []), *spans])
+        """Of a layer of each kind, and of all types of ids, since traffic does not say which."""
+        keys = dict.fromkeys(key for made in plans for key in made.keys)
         title = ", ".join(made.spec.title for made in plans)
-        return cls(title, plans[0].max_tokens, keys)
 
-    def used(self, num_tokens: int) -> Iterator[LaunchKey]:
-        """The keys of a call, each once."""
-        for key, spans in self.keys.items():
-            place = bisect_right(spans, (num_tokens, self.max_tokens)) - 1
-            if place >= 0 and num_tokens <= spans[place][1]:
-                yield key
+        def used(num_tokens: int) -> Iterator[LaunchKey]:
+            for made in plans:
+                yield from made.used(num_tokens).elements()
+
+        return cls(title, plans[0].max_tokens, tuple(keys), used)
 
 
 def run(request: AuditRequest, *, as_json: bool) -> bool:
@@ -91,7 +91,7 @@ def run(request: AuditRequest, *, as_json: bool) -> bool:
     counts = [count for path in request.traffic for count in read_traffic(path)]
     usage = _usage(request)
     prewarmed = None if request.prewarmed is None else _read_keys(request.prewarmed)
-    keys = tuple(usage.keys) if prewarmed is None else tuple(dict.fromkeys(prewarmed))
+    keys = usage.keys if prewarmed is None else prewarmed
     found = replay_keys(usage.used, usage.max_tokens, counts, prewarmed=keys)
     passed = not found.misses and not found.too_long
     if as_json:
@@ -195,36 +195,35 @@ def read_usage(path: Path) -> Usage:
         raise InvalidArgumentError(f"{path}: max_tokens is {max_tokens!r}, must be an integer")
     if not isinstance(entries, list):
         raise InvalidArgumentError(f"{path}: keys is {entries!r}, must be a list")
-    keys: dict[LaunchKey, list[tuple[int, int]]] = {}
+    keys: dict[LaunchKey, list[tuple[int, int, int]]] = {}
     for number, entry in enumerate(cast(list[Any], entries)):
         key = _key(path, number, entry)
-        spans = _spans(path, number, entry.get("tokens"), max_tokens)
-        keys[key] = _merged([*keys.get(key, []), *spans])
-    return Usage(str(fields.get("title", path)), max_tokens, keys)
+        keys.setdefault(key, []).extend(_spans(path, number, entry.get("tokens"), max_tokens))
+
+    def used(num_tokens: int) -> Iterator[LaunchKey]:
+        for key, spans in keys.items():
+            launches = [n for first, last, n in spans if first <= num_tokens <= last]
+            yield from repeat(key, max(launches, default=0))
+
+    return Usage(str(fields.get("title", path)), max_tokens, tuple(keys), used)
 
 
-def _spans(path: Path, number: int, value: object, max_tokens: int) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+def _spans(path: Path, number: int, value: object, max_tokens: int) -> list[tuple[int, int, int]]:
+    found: list[tuple[int, int, int]] = []
     for span in cast(list[Any], value) if isinstance(value, list) else [None]:
         match span:
             case [int(first), int(last)] if 0 <= first <= last <= max_tokens:
-                found.append((first, last))
+                found.append((first, last, 1))
+            case [int(first), int(last), int(launches)] if (
+                0 <= first <= last <= max_tokens and 1 <= launches <= _MAX_LAUNCHES
+            ):
+                found.append((first, last, launches))
             case _:
                 raise InvalidArgumentError(
                     f"{path}: key {number}: tokens is {value!r}, must be a list of [first, last] "
-                    f"within 0..{max_tokens}"
+                    f"within 0..{max_tokens}, with the launches of a call behind where it makes "
+                    f"more than one, up to {_MAX_LAUNCHES}"
                 )
-    return found
-
-
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending, and no two that touch."""
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
-        else:
-            found.append((first, last))
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
@@ -40,8 +42,24 @@ class ErrorGroup(TyperGroup):
             fail(cast(Any, error).format_message())
         except (typer.Abort, KeyboardInterrupt):
             sys.exit(EXIT_INTERRUPTED)
+        except OSError as error:
+            # One that names a file is of another kind.
+            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE):
+                raise
+            _drop_output()
+            # A reader that has seen enough, as `head` has, is no error to speak of.
+            if error.errno == errno.EPIPE:
+                sys.exit(EXIT_ERROR)
+            fail(f"stdout: cannot be written: {error.strerror}")
         # An exit that a command asked for comes back as its code; commands return None.
         sys.exit(result if isinstance(result, int) else 0)
+
+
+def _drop_output() -> None:
+    """Send what is still to be written nowhere, or Python would fail over it once more at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def fail(message: str) -> NoReturn:

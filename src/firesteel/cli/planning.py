@@ -6,7 +6,7 @@ Nothing here needs a GPU. A checkpoint whose layers differ gives one plan a kind
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from firesteel.cli.keys import key_cells, spans
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.launch import Plan, plan
+from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import GROUP_SIZES, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
@@ -77,7 +78,9 @@ def make_plans(choice: PlanChoice, specs: Sequence[MoeSpec]) -> tuple[Plan, ...]
 
     Raises
         InvalidArgumentError: `max_tokens` or a type of ids is not allowed.
+        UnsupportedError: Triton, which reads the kernels' parameters, is not installed.
     """
+    triton_version()
     max_tokens = choice.max_tokens
     if max_tokens is None:
         max_tokens = Settings.from_env().max_tokens
@@ -116,12 +119,31 @@ def _named(model: str, choice: PlanChoice) -> MoeSpec:
     recipe = parse_recipe(name)
     if recipe.element != "int4" or recipe.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"recipe: got {name!r}, kernels exist for {RECIPES}")
-    return geometry(
-        model,
-        tensor_parallel=choice.tp,
-        group_size=recipe.group_size,
-        has_zero_points=recipe.has_zero_points,
-    )
+
+    def sized(group_size: int) -> MoeSpec:
+        return geometry(
+            model,
+            tensor_parallel=choice.tp,
+            group_size=group_size,
+            has_zero_points=recipe.has_zero_points,
+        )
+
+    try:
+        return sized(recipe.group_size)
+    except UnsupportedError as error:
+        fitting = [f"int4-g{size}" for size in GROUP_SIZES if _is_supported(sized, size)]
+        raise UnsupportedError(
+            f"--recipe: got {name}, must be one of {', '.join(fitting) or 'none'} for {model}: "
+            f"{error}"
+        ) from error
+
+
+def _is_supported(sized: Callable[[int], MoeSpec], group_size: int) -> bool:
+    try:
+        sized(group_size)
+    except (InvalidArgumentError, UnsupportedError):
+        return False
+    return True
 
 
 def _stored(folder: Path, recipe: str | None) -> tuple[MoeSpec, ...]:

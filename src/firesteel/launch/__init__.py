@@ -10,6 +10,7 @@ A `Spec` says what an operation launches; `Kernel` wraps a `triton.jit` function
 
 from firesteel.launch.audit import Replay, replay
 from firesteel.launch.bound import Bound
+from firesteel.launch.building import build
 from firesteel.launch.kernel import Kernel, Launch, Stride
 from firesteel.launch.key import LaunchKey
 from firesteel.launch.ready import Ready, prewarm
@@ -32,6 +33,7 @@ __all__ = [
     "Replay",
     "Spec",
     "Stride",
+    "build",
     "plan",
     "prewarm",
     "replay",

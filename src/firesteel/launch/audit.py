@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from firesteel.launch.table import Plan, Table
 
 __all__ = ["Audit", "Miss", "Prewarmed", "Replay", "replay", "replay_keys"]
+
+MAX_MISSES = 1000
+"""Misses that an audit tells apart; of more it says how many there were."""
 
 
 @dataclass(slots=True)
@@ -90,21 +93,36 @@ class Audit:
         self._num_ended = 0
         self._ended: Counter[LaunchKey] = Counter()
         self._live: dict[int, tuple[Table, RunnerLike]] = {}
-        self._misses: list[Miss] = []
+        self._misses: dict[tuple[str, LaunchKey | None], tuple[Miss, int]] = {}
+        self._num_left_out = 0
         self.seen = Seen()
         self.prewarmed = Prewarmed()
 
-    def note(self, miss: Miss) -> None:
-        """Remember a miss."""
+    def note(self, miss: Miss) -> bool:
+        """Count a miss; whether it was not known before."""
+        place = (miss.asked, miss.key)
         with self._lock:
-            self._misses.append(miss)
+            known = self._misses.get(place)
+            if known is not None:
+                self._misses[place] = (known[0], known[1] + 1)
+            elif len(self._misses) < MAX_MISSES:
+                self._misses[place] = (miss, 1)
+            else:
+                self._num_left_out += 1
+        return known is None
 
-    def follow(self, bound: Bound, table: Table, runner: RunnerLike) -> None:
-        """Count the launches of `bound`, also after it is gone."""
+    def follow(self, bound: Bound, table: Table, runner: RunnerLike) -> Callable[[], object]:
+        """Count the launches of `bound`, also after it is gone.
+
+        Returns
+            What ends the runner before `bound` is gone.
+        """
         token = id(runner)
         with self._lock:
             self._live[token] = (table, runner)
-        weakref.finalize(bound, self._end, token).atexit = False
+        ending = weakref.finalize(bound, self._end, token)
+        ending.atexit = False
+        return ending
 
     def _end(self, token: int) -> None:
         with self._lock:
@@ -125,25 +143,37 @@ class Audit:
 
     @property
     def misses(self) -> tuple[Miss, ...]:
-        """Every launch that was asked for and not planned."""
+        """What was asked for and not planned, each once; of very many the first."""
         with self._lock:
-            return tuple(self._misses)
+            return tuple(miss for miss, _ in self._misses.values())
 
     def as_dict(self) -> dict[str, Any]:
         """The counters, for JSON."""
         launches = self.launches()
+        with self._lock:
+            misses, left_out = list(self._misses.values()), self._num_left_out
         planned = set(self._plan.keys)
         return {
             "planned": len(planned),
             "launched": sum(1 for key in planned if launches[key]),
             "launches": sum(launches.values()),
-            "launches_by_key": {str(key): launches[key] for key in launches if launches[key]},
+            "launches_by_key": _by_key(launches),
             "never_launched": [str(key) for key in self._plan.keys if not launches[key]],
             "launched_unplanned": [str(k) for k in launches if launches[k] and k not in planned],
-            "misses": [miss.as_dict() for miss in self.misses],
+            "misses": [{**miss.as_dict(), "count": count} for miss, count in misses],
+            "misses_left_out": left_out,
             "prewarmed": asdict(self.prewarmed),
             "seen_in_run": self.seen.as_dict(),
         }
+
+
+def _by_key(launches: Mapping[LaunchKey, int]) -> list[dict[str, Any]]:
+    """For JSON: a list, since keys of different modules and constants may read alike."""
+    return [
+        {"kernel": key.kernel, "key": str(key), "launches": count}
+        for key, count in launches.items()
+        if count
+    ]
 
 
 def _counts(table: Table, runner: RunnerLike) -> Counter[LaunchKey]:
@@ -187,7 +217,7 @@ class Replay:
             "reached": [str(key) for key in self.reached],
             "never_reached": [str(key) for key in self.never_reached],
             "launches": sum(self.launches.values()),
-            "launches_by_key": {str(key): count for key, count in self.launches.items()},
+            "launches_by_key": _by_key(self.launches),
             "misses": [miss.as_dict() for miss in self.misses],
             "too_long": list(self.too_long),
         }
@@ -206,15 +236,13 @@ def replay(
         traffic: the token count of each call.
         prewarmed: keys that a warm-up compiled; the plan's own by default.
     """
-
-    def used(num_tokens: int) -> Iterable[LaunchKey]:
-        found: Counter[LaunchKey] = Counter()
-        for table in plan.tables.values():
-            found |= Counter(step.key for step, grid, _ in table.launches(num_tokens) if all(grid))
-        return found.elements()
-
     keys = plan.keys if prewarmed is None else prewarmed
-    return replay_keys(used, plan.max_tokens, traffic, prewarmed=keys)
+    return replay_keys(
+        lambda num_tokens: plan.used(num_tokens).elements(),
+        plan.max_tokens,
+        traffic,
+        prewarmed=keys,
+    )
 
 
 def replay_keys(

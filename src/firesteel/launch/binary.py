@@ -6,14 +6,13 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
+from firesteel.launch.compiler import compile_apart, environment
 from firesteel.launch.kernel import Kernel
 from firesteel.launch.key import ALIGNED, LaunchKey
 
@@ -31,8 +30,11 @@ __all__ = [
 ]
 
 FORMAT = 1
-_triton_cache = threading.Lock()
 _TARGET = re.compile(r"sm_(\d{2,3})")
+_SYMBOL = re.compile(r"[\w$.]+", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# Of each number of a header, the most that any GPU or compiler could mean.
+_MOST = {"shared_bytes": 1 << 24, "num_warps": 32, "num_hidden": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,26 +67,48 @@ class Binary:
         return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
     @classmethod
-    def from_bytes(cls, data: bytes, digest: str) -> Binary:
+    def from_bytes(cls, data: bytes, digest: str, target: str | None = None) -> Binary:
         """The inverse of `to_bytes`; the hash is checked before anything is read.
 
+        Args:
+            data: the whole file.
+            digest: that it must have.
+            target: that it must be for; any by default.
+
         Raises
-            ValueError: the bytes are corrupt, or of another format, or of another digest.
+            ValueError: the bytes are corrupt, or of another format, digest or target.
         """
         checksum, _, body = data.partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != checksum:
             raise ValueError("its hash does not match its bytes")
         line, _, image = body.partition(b"\n")
-        header = json.loads(line)
+        try:
+            header = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("its header is nested too deeply") from error
         if not isinstance(header, dict):
             raise ValueError("its header is no object")
-        if header.pop("format", None) != FORMAT:
+        if repr(header.pop("format", None)) != repr(FORMAT):
             raise ValueError(f"it is not of format {FORMAT}")
         if set(header) != {field.name for field in fields(cls)} - {"image"}:
             raise ValueError(f"its fields are {sorted(header)}")
+        _check_header(header)
         if header["digest"] != digest:
             raise ValueError(f"it is of {header['digest']}")
+        if target not in (None, header["target"]):
+            raise ValueError(f"it is for {header['target']}, not {target}")
         return cls(**header, image=image)
+
+
+def _check_header(header: Mapping[str, object]) -> None:
+    for name, allowed in (("digest", _DIGEST), ("target", _TARGET), ("symbol", _SYMBOL)):
+        value = header[name]
+        if not isinstance(value, str) or allowed.fullmatch(value) is None:
+            raise ValueError(f"its {name} is {value!r}")
+    for name, most in _MOST.items():
+        value = header[name]
+        if type(value) is not int or not (name == "num_warps") <= value <= most:
+            raise ValueError(f"its {name} is {value!r}, not an integer up to {most}")
 
 
 def triton_version() -> str:
@@ -119,13 +143,22 @@ def supports_dependent_launch(target: str) -> bool:
 
 
 def identity(kernel: Kernel, key: LaunchKey, target: str) -> str:
-    """SHA-256 of what the machine code depends on: source, key, target and Triton's version."""
+    """SHA-256 of what the machine code depends on.
+
+    That is the source, the key, the target, Triton's version, and those variables of the
+    environment that change what Triton makes. Neither the module's name nor its place: a module
+    that is run and one that is imported have the same kernels.
+
+    Raises
+        InvalidArgumentError: the code reads a global that cannot be hashed.
+    """
     parts = {
         "format": FORMAT,
         "source": kernel.source_digest,
-        "key": key.as_dict(),
+        "key": {**key.as_dict(), "kernel": key.name},
         "target": target,
         "triton": triton_version(),
+        "environment": environment(checked_target(target)),
     }
     # Not sorted: the order of arguments is part of the key.
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -140,34 +173,41 @@ def compile_all(
 ) -> None:
     """Compile each, `threads` at once; `done` is called for each as it ends, on this thread.
 
-    Nothing of Triton's own cache is read or written.
+    Where one fails, what other threads have begun still ends and is handed over, then the error of
+    the first is raised. Nothing of Triton's own cache is read or written.
+
+    Raises
+        UnsupportedError: Triton cannot compile a kernel for the target.
+        InvalidArgumentError: no temporary file can be written.
     """
     if not wanted:
         return
-    with _own_triton_cache(), ThreadPoolExecutor(threads) as pool:
-        futures = [(key, pool.submit(_compile, kernel, key, target)) for kernel, key in wanted]
+    ends = threading.Event()
+
+    def compile_one(kernel: Kernel, key: LaunchKey) -> Binary | None:
+        if ends.is_set():
+            return None
         try:
-            for key, future in futures:
-                done(key, future.result())
+            return _compile(kernel, key, target)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            ends.set()
             raise
 
-
-@contextmanager
-def _own_triton_cache() -> Generator[None]:
-    """A folder of Triton's own that lasts as long as the compiles.
-
-    Triton writes intermediate files into its cache even where nothing reads them; a home that is
-    full or read-only would end the compile.
-    """
-    from triton import knobs as triton_knobs
-
-    knobs: Any = triton_knobs
-    # Of the whole process, so one at a time; `scope` puts back the environment too.
-    with _triton_cache, TemporaryDirectory(prefix="firesteel-") as folder, knobs.cache.scope():
-        knobs.cache.dir = folder
-        yield
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(threads) as pool:
+        futures = {pool.submit(compile_one, kernel, key): key for kernel, key in wanted}
+        try:
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is not None:
+                    failure = failure or error
+                elif (binary := future.result()) is not None:
+                    done(futures[future], binary)
+        except BaseException:
+            ends.set()
+            raise
+    if failure is not None:
+        raise failure
 
 
 def triton_source(kernel: Kernel, key: LaunchKey) -> ASTSource:
@@ -189,42 +229,52 @@ def triton_source(kernel: Kernel, key: LaunchKey) -> ASTSource:
 
 
 def _compile(kernel: Kernel, key: LaunchKey, target: str) -> Binary:
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.errors import TritonError
 
+    # Before, so that a global that changes the while leaves code of a digest that nothing asks for.
+    digest = identity(kernel, key, target)
     source: Any = triton_source(kernel, key)
-    # Named, though some are Triton's defaults: the environment can change those.
-    options = {
+    arch = checked_target(target)
+    # Named, though some are Triton's defaults: the environment can change those. A version of
+    # Triton passes over those that it does not have.
+    options: dict[str, object] = {
         "num_warps": key.num_warps,
         "num_stages": key.num_stages,
         "num_ctas": 1,
+        "arch": f"sm{arch}",
         "enable_fp_fusion": True,
+        "enable_reflect_ftz": True,
+        "default_dot_input_precision": "tf32",
+        "instrumentation_mode": "",
+        "ptx_options": "",
         "launch_pdl": key.pdl,
         "launch_cooperative_grid": key.cooperative,
         "debug": False,
         "sanitize_overflow": False,
     }
-    gpu = GPUTarget("cuda", checked_target(target), 32)
     try:
-        compiled: Any = triton.compile(source, target=gpu, options=options)
-    except (TritonError, RuntimeError) as error:
+        compiled = compile_apart(source, GPUTarget("cuda", arch, 32), options)
+    except FiresteelError:
+        raise
+    except (TritonError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(f"{key}: Triton cannot compile it for {target}: {error}") from error
     metadata = compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size"):
-        if getattr(metadata, name, 0):
+        if metadata.get(name):
             raise UnsupportedError(
-                f"{key.name}: Triton asks for {name} = {getattr(metadata, name)}, must be 0: "
+                f"{key.name}: Triton asks for {name} = {metadata[name]}, must be 0: "
                 "it would be allocated at each launch"
             )
+    symbol = metadata["name"]
     return Binary(
-        digest=identity(kernel, key, target),
+        digest=digest,
         target=target,
-        symbol=metadata.name,
-        shared_bytes=metadata.shared,
-        num_warps=metadata.num_warps,
-        num_hidden=_num_parameters(compiled.asm["ptx"], metadata.name) - len(key.arguments),
-        image=compiled.asm["cubin"],
+        symbol=symbol,
+        shared_bytes=metadata["shared"],
+        num_warps=metadata["num_warps"],
+        num_hidden=_num_parameters(compiled.ptx, symbol) - len(key.arguments),
+        image=compiled.cubin,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
@@ -23,8 +24,7 @@ from firesteel.launch.runner import (
     RunnerLike,
     decode_driver_failure,
 )
-from firesteel.launch.spec import Flags
-from firesteel.launch.table import Step
+from firesteel.launch.table import Step, Table
 from firesteel.launch.workspace import Arena
 
 if TYPE_CHECKING:
@@ -33,13 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Bound", "launch_error"]
 
+MAX_UNPLANNED = 64
+"""Counts outside the plan whose launchers a Bound keeps; the oldest makes room."""
+
 
 class Bound:
     """An operation with its weights and workspace; `Ready.bind` makes it.
 
     `run` takes the tensors that change from call to call. It compiles nothing, reads no
     environment, allocates nothing and never waits for the device, so it can be captured in a CUDA
-    graph, as its first call too.
+    graph, as its first call too. It keeps the storages that it was bound to; whoever frees or
+    replaces what is in them must bind again.
 
     Fields
         flags    the combination that it was bound for
@@ -51,12 +55,12 @@ class Bound:
     def __init__(
         self,
         ready: Ready,
-        flags: Flags,
+        table: Table,
         tensors: Mapping[str, Tensor],
         arena: Arena,
         runner: RunnerLike,
     ) -> None:
-        self.flags = flags
+        self.flags = table.flags
         self.tensors = dict(tensors)
         self.arena = arena
         self._ready = ready
@@ -66,12 +70,19 @@ class Bound:
         self._stream_index = ready.device.index or 0
         # As `Tensor.get_device` numbers them.
         self._device_index = -1 if ready.device.type == "cpu" else self._stream_index
-        self._operands = tuple(o for o in ready.plan.spec.operands(flags) if o.is_per_call)
+        self._operands = tuple(o for o in table.operands if o.is_per_call)
         self._call = quick_caller(self._operands, self._device_index, runner.run)
         self._arena_address: Callable[[], int] = arena.storage.data_ptr
         self._address = arena.address
-        self._unplanned: dict[int, Callable[..., int | None]] = {}
+        self._unplanned_lock = threading.Lock()
+        # By token count: how to call its launcher, and how to end it.
+        self._unplanned: dict[int, tuple[Callable[..., int | None], Callable[[], object]]] = {}
         self.handle = handle_of(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Bound: cannot be pickled or copied, it holds addresses of this process; bind again"
+        )
 
     @property
     def runner(self) -> RunnerLike:
@@ -86,7 +97,7 @@ class Bound:
                 dimension is the token count.
 
         Raises
-            InvalidArgumentError: a tensor is not as the spec says.
+            InvalidArgumentError: a tensor is not as the spec says, or wants a gradient.
             NotPlannedError: the token count is outside the plan, and `on_miss` is "raise", or the
                 stream is under capture.
             ArenaError: the arena belongs to another stream, or its storage was freed.
@@ -138,20 +149,32 @@ class Bound:
         raise launch_error(self._ready.driver, code, what)
 
     def _run_unplanned(self, num_tokens: int, tensors: Sequence[Tensor], stream: int) -> int:
-        call = self._unplanned.get(num_tokens)
+        known = self._unplanned.get(num_tokens)
         # Under capture it is refused whether or not it has run before.
-        if call is None or self._ready.driver.is_capturing(stream):
-            runner = self._ready.unplanned(self, num_tokens, stream)
+        if known is None or self._ready.driver.is_capturing(stream):
+            runner, end = self._ready.unplanned(self, num_tokens, stream)
 
             def launch(num_tokens: int, stream: int, *values: int) -> int:
                 del num_tokens  # the runner's only row stands first
                 return runner.run(0, stream, *values)
 
-            call = quick_caller(self._operands, self._device_index, launch)
-            self._unplanned[num_tokens] = call
-        launched = call(stream, *tensors)
+            known = (quick_caller(self._operands, self._device_index, launch), end)
+            self._keep_unplanned(num_tokens, known)
+        launched = known[0](stream, *tensors)
         assert launched is not None
         return launched if launched >= 0 else self._failed(launched, tensors, stream)
+
+    def _keep_unplanned(
+        self, num_tokens: int, made: tuple[Callable[..., int | None], Callable[[], object]]
+    ) -> None:
+        with self._unplanned_lock:
+            # Another thread may have made one of the same count.
+            ending = [made_before] if (made_before := self._unplanned.pop(num_tokens, None)) else []
+            self._unplanned[num_tokens] = made
+            if len(self._unplanned) > MAX_UNPLANNED:
+                ending.append(self._unplanned.pop(next(iter(self._unplanned))))
+        for _, end in ending:
+            end()
 
     def in_order(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a call in `run`'s order, from those that are read and those written."""

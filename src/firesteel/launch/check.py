@@ -38,10 +38,20 @@ def quick_caller(
         AttributeError, IndexError, TypeError: something is no tensor, or they are not as many.
     """
     names = [f"t{number}" for number in range(len(operands))]
-    scope: dict[str, Any] = {"launch": launch, "row_stride": _row_stride}
+    scope: dict[str, Any] = {
+        "launch": launch,
+        "row_stride": _row_stride,
+        "is_grad_enabled": torch.is_grad_enabled,
+    }
     # A tensor of shape alone has the device number of the CPU.
     no_memory = " or not {}.is_cpu" if device_index < 0 else ""
     lines = [f"def call(stream, {', '.join(names)}):", " M = t0.shape[0]"]
+    if wanting := [
+        f"{name}.requires_grad"
+        for name, operand in zip(names, operands, strict=True)
+        if DTYPES[operand.dtype].is_floating_point
+    ]:
+        lines.append(f" if is_grad_enabled() and ({' or '.join(wanting)}): return None")
     values: list[str] = []
     for number, (name, operand) in enumerate(zip(names, operands, strict=True)):
         _, *tail = operand.shape_for(0)
@@ -52,6 +62,8 @@ def quick_caller(
             f" or {name}.get_device() != {device_index}{no_memory.format(name)}: return None"
         )
         lines.append(f" p{number} = {name}.data_ptr()")
+        if math.prod(tail):
+            lines.append(f" if not p{number} and M: return None")
         if operand.is_aligned:
             lines.append(f" if p{number} & {ALIGNMENT - 1}: return None")
         values.append(f"p{number}")
@@ -116,6 +128,17 @@ def check_operand(
         raise InvalidArgumentError(
             f"{name}: got strides {tensor.stride()}, must be contiguous"
             + (", but for the distance of rows" if operand.has_stride else "")
+        )
+    if tensor.requires_grad and operand.is_per_call and torch.is_grad_enabled():
+        raise InvalidArgumentError(
+            f"{name}: requires a gradient, must not while gradients are enabled (detach it, or run "
+            "under torch.no_grad()): launches record none"
+        )
+    # What is given once can afford the look behind a view of memory that was freed.
+    start = tensor if operand.is_per_call else tensor.untyped_storage()
+    if tensor.numel() and not start.data_ptr():
+        raise InvalidArgumentError(
+            f"{name}: has no memory (address 0) for its {tensor.numel()} elements, must have"
         )
     if operand.is_aligned and tensor.data_ptr() % ALIGNMENT:
         raise InvalidArgumentError(

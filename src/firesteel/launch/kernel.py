@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
-import io
-import textwrap
-import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from firesteel.errors import InvalidArgumentError
+from firesteel.launch.closure import closure_digest, remember_sources
 from firesteel.launch.key import ALIGNED, DTYPES, Constexpr, LaunchKey
 
 if TYPE_CHECKING:
-    from triton.runtime.jit import JITFunction, KernelParam
+    from triton.runtime.jit import KernelParam
 
 __all__ = ["Argument", "Kernel", "Launch", "Stride"]
 
@@ -74,11 +69,32 @@ class Kernel:
             pass unaligned must be named in `do_not_specialize_on_alignment`.
         launches_empty: whether one program, with every integer 0 and every pointer at a zeroed
             1 MiB, ends normally. `prewarm` launches such a kernel once; another it only loads.
+
+    Raises
+        InvalidArgumentError: the function has keyword-only parameters, or `debug=True`.
     """
 
     function: Any
     launches_empty: bool = True
     _keys: dict[Any, LaunchKey] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not _is_compiled(self.function):
+            # An interpreter's function may be wrapped as well; what needs a compiler refuses it.
+            return
+        signature = inspect.signature(self.function.fn)
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                raise InvalidArgumentError(
+                    f"function: {self.name}.{parameter.name} is keyword-only, must be positional: "
+                    "a compiled kernel has no keywords"
+                )
+        if getattr(self.function, "debug", False):
+            raise InvalidArgumentError(
+                f"function: {self.name} has debug=True, must be False: device_assert is not "
+                "compiled here"
+            )
+        remember_sources(self.function)
 
     @cached_property
     def name(self) -> str:
@@ -93,13 +109,14 @@ class Kernel:
         Raises
             InvalidArgumentError: not a `triton.jit` function, or one made for the interpreter.
         """
-        found = getattr(self.function, "params", None)
-        if found is None:
-            raise InvalidArgumentError(
-                f"function: got {self.function!r}, must be decorated by triton.jit with "
-                "TRITON_INTERPRET unset"
-            )
-        return tuple(found)
+        if not _is_compiled(self.function):
+            inside = getattr(self.function, "fn", None)
+            if type(self.function).__name__ in ("Autotuner", "Heuristics") and inside is not None:
+                must = "must be the triton.jit function inside it: pass its .fn"
+            else:
+                must = "must be decorated by triton.jit with TRITON_INTERPRET unset"
+            raise InvalidArgumentError(f"function: got {self.function!r}, {must}")
+        return tuple(self.function.params)
 
     def key(
         self,
@@ -222,17 +239,22 @@ class Kernel:
                 )
         return Launch(self, key, grid, tuple(arguments[name] for name, _ in key.arguments))
 
-    @cached_property
+    @property
     def source_digest(self) -> str:
         """SHA-256 of the source of this function and of all that it calls, wherever it stands.
 
         Comments and line numbers above a function do not matter; a global constant that the code
-        reads does. Triton's own language is covered by its version, which the cache keys hold too.
+        reads does, with the value that it has now. Triton's own language is covered by its version,
+        which the cache keys hold too.
+
+        Raises
+            InvalidArgumentError: the code reads a global that cannot be hashed.
         """
-        digest = hashlib.sha256()
-        for name, text in sorted(_closure(self.function).items()):
-            digest.update(f"{name}\0{text}\0".encode())
-        return digest.hexdigest()
+        return closure_digest(self.function, self.name)
+
+
+def _is_compiled(function: object) -> bool:
+    return getattr(function, "params", None) is not None
 
 
 def _check_options(name: str, warps: object, stages: object, *switches: object) -> None:
@@ -244,97 +266,3 @@ def _check_options(name: str, warps: object, stages: object, *switches: object) 
         raise InvalidArgumentError(
             f"pdl, cooperative: {name} has {switches}, must be True or False each"
         )
-
-
-def _closure(function: JITFunction[Any]) -> dict[str, str]:
-    """Source of every function reached, and values of the globals that they read."""
-    found: dict[str, str] = {}
-    pending: list[Any] = [function.fn]
-    visited: list[object] = []
-    while pending:
-        python = pending.pop()
-        if python in visited:
-            continue
-        # Numbered, since functions that one factory makes have one name.
-        name = f"{len(visited)}:{python.__module__}.{python.__qualname__}"
-        visited.append(python)
-        source = textwrap.dedent(inspect.getsource(python))
-        tree = ast.parse(source)
-        found[name] = _tokens(source)
-        for reference, value in _references(tree, inspect.getclosurevars(python)):
-            called = _python_function(value)
-            if called is None:
-                # Also what is callable: a `tl.constexpr` is.
-                if not isinstance(value, ModuleType):
-                    found[f"{name}:{reference}"] = repr(value)
-            elif called.__module__.partition(".")[0] != "triton":
-                pending.append(called)
-    return found
-
-
-def _python_function(value: object) -> FunctionType | None:
-    """What a `triton.jit`, `triton.constexpr_function` or plain function was written as."""
-    inner = getattr(value, "fn", None) or getattr(value, "__wrapped__", value)
-    return inner if isinstance(inner, FunctionType) else None
-
-
-def _tokens(source: str) -> str:
-    """The code without comments, blank lines and its place in the file; of any Python version."""
-    # The last line of a file may lack its end.
-    source = source.rstrip() + "\n"
-    lines = source.splitlines(keepends=True)
-    found: list[str] = []
-    # Python 3.12 and later part an f-string into tokens; before, it is one.
-    opens, closes = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))
-    starts: list[tuple[int, int]] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == opens:
-            starts.append(token.start)
-        elif token.type == closes:
-            start = starts.pop()
-            if not starts:
-                found.append(_between(lines, start, token.end))
-        elif not starts and token.type not in (tokenize.COMMENT, tokenize.NL):
-            found.append(token.string)
-    return "\0".join(found)
-
-
-def _between(lines: Sequence[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """The text between two places, each a row from 1 and a column."""
-    rows = list(lines[start[0] - 1 : end[0]])
-    # The end first: both may be in one row.
-    rows[-1] = rows[-1][: end[1]]
-    rows[0] = rows[0][start[1] :]
-    return "".join(rows)
-
-
-def _references(tree: ast.AST, variables: inspect.ClosureVars) -> Iterator[tuple[str, Any]]:
-    """Each name, and each attribute of a module, that the code reads outside Triton itself."""
-    known = {**variables.globals, **variables.nonlocals}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in known:
-            value = known[node.id]
-            if not isinstance(value, ModuleType):
-                yield node.id, value
-        elif isinstance(node, ast.Attribute):
-            found = _attribute(node, known)
-            if found is not None:
-                yield found
-
-
-def _attribute(node: ast.Attribute, known: Mapping[str, Any]) -> tuple[str, Any] | None:
-    path: list[str] = [node.attr]
-    inner = node.value
-    while isinstance(inner, ast.Attribute):
-        path.append(inner.attr)
-        inner = inner.value
-    if not isinstance(inner, ast.Name) or not isinstance(known.get(inner.id), ModuleType):
-        return None
-    value: Any = known[inner.id]
-    if value.__name__.partition(".")[0] == "triton":
-        return None
-    for name in reversed(path):
-        if not hasattr(value, name):
-            return None
-        value = getattr(value, name)
-    return ".".join([inner.id, *reversed(path)]), value

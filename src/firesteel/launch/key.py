@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +30,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 ALIGNED = "@16"
 """Ends the type of a pointer that the compiler may take to be a multiple of 16 bytes."""
+
+_REQUIRED = {"kernel", "arguments", "constexprs"}
+_CLASSES = {"kernel": str, "num_warps": int, "num_stages": int, "pdl": bool, "cooperative": bool}
+_WORDS = {str: "text", int: "an integer", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,7 @@ class LaunchKey:
             InvalidArgumentError: a field is missing, unknown or of a wrong class.
         """
         names = {field.name for field in fields(cls)}
-        if not {"kernel", "arguments", "constexprs"} <= set(value):
+        if not isinstance(cast(object, value), Mapping) or not set(value) >= _REQUIRED:
             raise InvalidArgumentError(
                 f"key: got {value!r}, must have kernel, arguments and constexprs"
             )
@@ -98,7 +102,22 @@ class LaunchKey:
             if not isinstance(value[name], Mapping):
                 raise InvalidArgumentError(f"key.{name}: got {value[name]!r}, must be an object")
         rest = {name: value[name] for name in names & set(value)}
-        rest["arguments"] = tuple((str(n), str(t)) for n, t in value["arguments"].items())
+        for name in rest.keys() - {"arguments", "constexprs"}:
+            kind = _CLASSES[name]
+            if type(rest[name]) is not kind:
+                raise InvalidArgumentError(
+                    f"key.{name}: got {rest[name]!r}, must be {_WORDS[kind]}"
+                )
+        for name, kind in value["arguments"].items():
+            if not isinstance(kind, str):
+                raise InvalidArgumentError(f"key.arguments.{name}: got {kind!r}, must be text")
+        for name, constant in value["constexprs"].items():
+            # A NaN differs from itself, so no table could hold its key.
+            if not isinstance(constant, int | float | str | None) or constant != constant:
+                raise InvalidArgumentError(
+                    f"key.constexprs.{name}: got {constant!r}, must be a number, text or None"
+                )
+        rest["arguments"] = tuple((str(n), t) for n, t in value["arguments"].items())
         rest["constexprs"] = tuple((str(n), v) for n, v in value["constexprs"].items())
         return cls(**rest)
 

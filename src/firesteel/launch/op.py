@@ -5,6 +5,8 @@ Eager callers call `Bound.run` itself: an operator costs 2.3 us more (H200's hos
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Sequence
 from itertools import count
@@ -70,3 +72,13 @@ def _run(handle: int, inputs: list[Tensor], outputs: list[Tensor]) -> None:
 
 def _fake(handle: int, inputs: list[Tensor], outputs: list[Tensor]) -> None:
     del handle, inputs, outputs
+
+
+def _renew_lock() -> None:
+    """Runs in a forked child: a thread that held the lock is not there to let go of it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_renew_lock)

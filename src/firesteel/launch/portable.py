@@ -220,13 +220,17 @@ class Launcher:
         pushes = self._current.value != self._context
         if pushes and (result := self._push_context(self._context)):
             return _driver_failure(result, PLACE_PUSH_CONTEXT)
+        popped = 0
         # In our context, because the default streams are those of the current one.
-        made = 0 if owned else self._claim_arena(stream)
-        if not made:
-            made = self._launch_all(start, stream, values)
-        if pushes and (result := self._pop_context(self._current_address)) and made >= 0:
-            made = _driver_failure(result, PLACE_POP_CONTEXT)
-        return made
+        try:
+            made = 0 if owned else self._claim_arena(stream)
+            if not made:
+                made = self._launch_all(start, stream, values)
+        finally:
+            # Also after Ctrl-C, or the thread would go on in a context that is not its own.
+            if pushes:
+                popped = self._pop_context(self._current_address)
+        return _driver_failure(popped, PLACE_POP_CONTEXT) if popped and made >= 0 else made
 
     def _claim_arena(self, stream: int) -> int:
         """0, or a code. A stream that captures may pass, and leaves the owner as it is."""

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -110,6 +111,12 @@ class Ready:
         self._tables = {flags: _checked(table) for flags, table in made.tables.items()}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Ready: cannot be pickled or copied, it belongs to this process and device; "
+            "plan and prewarm where it is needed"
+        )
+
     @property
     def launcher(self) -> str:
         """What launches: "native", or "python" where the C extension was not built."""
@@ -147,7 +154,7 @@ class Ready:
             binary = None if bundle is None else bundle.read(digest, self.target)
             if binary is not None:
                 self.audit.prewarmed.from_bundle += 1
-            elif (binary := cache.read(digest)) is not None:
+            elif (binary := cache.read(digest, self.target)) is not None:
                 self.audit.prewarmed.from_cache += 1
             if binary is None:
                 missing.append((kernel, key))
@@ -220,13 +227,14 @@ class Ready:
 
         Raises
             InvalidArgumentError: a tensor or flag is missing, unknown or not as the spec says.
-            ArenaError: the arena is too small, elsewhere, or freed.
+            ArenaError: the arena is too small, elsewhere, freed, or used by another launcher.
             NotPlannedError: the spec allows the flags, the plan left them out.
         """
         chosen = self._flags(flags)
         if chosen not in self._tables:
             self._add_flags(chosen)
-        operands = [o for o in self.plan.spec.operands(chosen) if not o.is_per_call]
+        table = self._tables[chosen]
+        operands = [o for o in table.operands if not o.is_per_call]
         names = {operand.name for operand in operands}
         if set(tensors) != names:
             raise InvalidArgumentError(
@@ -235,11 +243,10 @@ class Ready:
         for operand in operands:
             check_operand(operand, tensors[operand.name], 0, self.device)
         check_arena(arena, self.plan.workspace, self.device)
-        runner = self._bound_runner(
-            self._tables[chosen], tensors, arena, self.plan.workspace, chosen
-        )
-        bound = Bound(self, chosen, tensors, arena, runner)
-        self.audit.follow(bound, self._tables[chosen], runner)
+        arena.take(self.launcher)
+        runner = self._bound_runner(table, tensors, arena, self.plan.workspace)
+        bound = Bound(self, table, tensors, arena, runner)
+        self.audit.follow(bound, table, runner)
         return bound
 
     def _flags(self, flags: Mapping[str, str]) -> Flags:
@@ -259,13 +266,12 @@ class Ready:
         tensors: Mapping[str, Tensor],
         arena: Arena,
         workspace: Workspace,
-        flags: Flags,
     ) -> RunnerLike:
         base = arena.storage.data_ptr()
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         addresses.update({name: base + at for name, at in workspace.offsets.items()})
         values: dict[str | Stride, int] = {}
-        for operand in self.plan.spec.operands(flags):
+        for operand in table.operands:
             if operand.is_per_call:
                 values[operand.name] = len(values)
                 if operand.has_stride:
@@ -324,10 +330,16 @@ class Ready:
         self.load(made, None, False)
         self._tables[flags] = _checked(made.tables[flags])
 
-    def unplanned(self, bound: Bound, num_tokens: int, stream: int) -> RunnerLike:
+    def unplanned(
+        self, bound: Bound, num_tokens: int, stream: int
+    ) -> tuple[RunnerLike, Callable[[], object]]:
         """A launcher for one token count outside the plan, as `on_miss` says.
 
+        Returns
+            It, and what ends it: its launches count on, and nothing keeps it.
+
         Raises
+            InvalidArgumentError: the spec has other operands than when it was planned.
             NotPlannedError: `on_miss` is "raise", or the stream is under capture.
             ArenaError: the arena is too small for the count.
         """
@@ -336,19 +348,23 @@ class Ready:
         check_arena(bound.arena, made.workspace, self.device)
         self.load(made, None, False)
         table = _checked(made.tables[bound.flags])
-        runner = self._bound_runner(table, bound.tensors, bound.arena, made.workspace, bound.flags)
-        self.audit.follow(bound, table, runner)
-        return runner
+        if table.operands != self._tables[bound.flags].operands:
+            raise InvalidArgumentError(
+                f"spec: {self.plan.spec.title} has other operands than when it was planned, must "
+                "be a frozen value"
+            )
+        runner = self._bound_runner(table, bound.tensors, bound.arena, made.workspace)
+        return runner, self.audit.follow(bound, table, runner)
 
     def _on_miss(self, what: str, made: Plan, stream: int) -> None:
         """Refuse what is not planned, or let it be compiled."""
         miss = self._describe(what, made.keys)
-        self.audit.note(miss)
+        is_new = self.audit.note(miss)
         if self.driver.is_capturing(stream):
             raise NotPlannedError(f"{miss}; nothing is compiled under CUDA graph capture")
         if self.settings.on_miss == "raise":
             raise NotPlannedError(str(miss))
-        if self.settings.on_miss == "warn":
+        if self.settings.on_miss == "warn" and is_new:
             log.warning("%s; compiling it now", miss)
 
     def _describe(self, what: str, keys: Iterable[LaunchKey]) -> Miss:

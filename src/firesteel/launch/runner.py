@@ -56,7 +56,8 @@ from firesteel.launch.portable import (
 )
 
 try:
-    from firesteel.launch import _native
+    # In this form a missing module is named; `from` would blame a circular import.
+    import firesteel.launch._native as _native
 except ImportError as error:
     _native = None
     _native_failure = str(error)

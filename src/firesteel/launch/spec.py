@@ -32,7 +32,8 @@ class Operand:
                     it is given once, to `bind`
         has_stride  rows may lie further apart than they are long (a `Stride` argument says how far)
         is_aligned  whether it must start at a multiple of 16 bytes
-        is_written  whether a launch writes it
+        is_written  whether a launch writes it; no other operand of the call may overlap its memory,
+                    which nothing checks
     """
 
     name: str
@@ -77,9 +78,9 @@ class Region:
             raise InvalidArgumentError(
                 f"region {self.name}: dtype {self.dtype!r}, must be one of {', '.join(DTYPES)}"
             )
-        if any(size < 0 for size in self.shape):
+        if not all(type(size) is int and size >= 0 for size in self.shape):
             raise InvalidArgumentError(
-                f"region {self.name}: shape {self.shape}, must be sizes from 0"
+                f"region {self.name}: shape {self.shape}, must be sizes, integers from 0"
             )
 
     @property

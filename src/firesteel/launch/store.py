@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch.binary import FORMAT, Binary, triton_version
@@ -25,6 +25,7 @@ __all__ = ["Bundle", "Cache", "write_bundle"]
 log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
+_MANIFEST_CLASSES = {"format": int, "triton": str, "targets": list, "plans": list, "entries": dict}
 _SUFFIX = ".kernel"
 
 
@@ -42,13 +43,13 @@ class Cache:
         self._folder = folder
         self._has_warned = False
 
-    def read(self, digest: str) -> Binary | None:
-        """The kernel of this digest, or None."""
+    def read(self, digest: str, target: str | None = None) -> Binary | None:
+        """The kernel of this digest, or None; one for another target is corrupt."""
         if self._folder is None:
             return None
         path = self._path(self._folder, digest)
         try:
-            return Binary.from_bytes(path.read_bytes(), digest)
+            return Binary.from_bytes(path.read_bytes(), digest, target)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -63,7 +64,8 @@ class Cache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(path, binary.to_bytes())
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # No name of a file holds a NUL, which is a ValueError.
             self._warn(f"{path}: {error}; kernels of this process are not kept")
 
     @staticmethod
@@ -86,17 +88,17 @@ class Bundle:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_bytes())
-            found = (self.manifest["format"], self.manifest["targets"], self.manifest["triton"])
-            self._entries = dict(self.manifest["entries"])
-            ", ".join(found[1])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.manifest = _checked_manifest(json.loads((folder / _MANIFEST).read_bytes()))
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(
                 f"bundle: {folder} has no readable {_MANIFEST}: {error!r}; "
                 "must be a folder that `firesteel build` made"
             ) from error
-        if found[0] != FORMAT:
-            raise InvalidArgumentError(f"bundle: {folder} is of format {found[0]}, not {FORMAT}")
+        if self.manifest["format"] != FORMAT:
+            raise InvalidArgumentError(
+                f"bundle: {folder} is of format {self.manifest['format']}, not {FORMAT}"
+            )
+        self._entries: dict[str, str] = self.manifest["entries"]
         self._has_warned = False
 
     def read(self, digest: str, target: str) -> Binary | None:
@@ -109,7 +111,7 @@ class Bundle:
             data = (self.folder / name).read_bytes()
             if data.partition(b"\n")[0].decode("ascii", "replace") != self._entries[digest]:
                 raise ValueError("its hash is not the manifest's")
-            return Binary.from_bytes(data, digest)
+            return Binary.from_bytes(data, digest, target)
         except (OSError, ValueError) as error:
             self._warn(f"{name}: {error}")
             return None
@@ -125,6 +127,21 @@ class Bundle:
         if not self._has_warned:
             log.warning("bundle %s cannot be used: %s; compiling instead", self.folder, why)
         self._has_warned = True
+
+
+def _checked_manifest(manifest: Any) -> dict[str, Any]:  # noqa: ANN401
+    if not isinstance(manifest, dict):
+        raise ValueError("it is no object")
+    found = cast(dict[str, Any], manifest)
+    for name, kind in _MANIFEST_CLASSES.items():
+        value = found.get(name)
+        if type(value) is not kind:
+            raise ValueError(f"its {name} is {value!r}")
+        members: list[object] = [*value, *value.values()] if isinstance(value, dict) else []
+        members = list(value) if isinstance(value, list) else members
+        if not all(isinstance(member, str) for member in members):
+            raise ValueError(f"its {name} holds what is no text")
+    return found
 
 
 def write_bundle(

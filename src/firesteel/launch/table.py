@@ -11,14 +11,15 @@ import hashlib
 import json
 import struct
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from firesteel.errors import InvalidArgumentError, NotPlannedError
 from firesteel.launch.kernel import Kernel, Launch, Stride
 from firesteel.launch.key import LaunchKey
-from firesteel.launch.spec import Flags, Spec, all_flags
+from firesteel.launch.spec import Flags, Operand, Spec, all_flags
 from firesteel.launch.workspace import Workspace
 
 __all__ = [
@@ -37,6 +38,8 @@ MAX_LAUNCHES = 16
 
 _MAX_TOKENS = 1 << 24
 _MAX_GRID = (2**31 - 1, 65535, 65535)
+# `bind` takes flags as keywords beside these.
+_TAKEN = ("self", "tensors", "arena")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,14 @@ class Table:
         sequences  the distinct sequences of launches
         index      [max_tokens + 1] int32: where a count's row starts
         rows       int64: sequence, then for each launch grid x, y, z and its integer arguments
+        operands   the caller's tensors under these flags, as the spec had them
     """
 
     flags: Flags
     sequences: tuple[tuple[Step, ...], ...]
     index: array[int]
     rows: array[int]
+    operands: tuple[Operand, ...] = ()
 
     def resolve(self, num_tokens: int) -> tuple[Step, ...]:
         """The launches of a count.
@@ -92,6 +97,14 @@ class Table:
             found.append((step, (x, y, z), tuple(self.rows[at + 3 : at + 3 + count])))
             at += 3 + count
         return found
+
+    def used(self, num_tokens: int) -> Counter[LaunchKey]:
+        """How often a call of a count launches each key; empty grids are left out.
+
+        Raises
+            NotPlannedError: the count is outside the plan.
+        """
+        return Counter(step.key for step, grid, _ in self.launches(num_tokens) if all(grid))
 
     def _start(self, num_tokens: int) -> int:
         if not 0 <= num_tokens < len(self.index):
@@ -123,22 +136,58 @@ class Plan:
     kernels: Mapping[str, Kernel]
     digest: str = field(repr=False)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Plan: cannot be pickled or deep-copied, since its kernels belong to this process; "
+            "send the spec and plan again: equal plans have equal digests"
+        )
+
+    def used(self, num_tokens: int) -> Counter[LaunchKey]:
+        """How often a call of a count launches each key, empty grids left out.
+
+        Of several combinations of flags, a key counts as under that which launches it most.
+
+        Raises
+            NotPlannedError: the count is outside the plan.
+        """
+        found: Counter[LaunchKey] = Counter()
+        for table in self.tables.values():
+            found |= table.used(num_tokens)
+        return found
+
     def ranges(self) -> dict[LaunchKey, list[tuple[int, int]]]:
-        """The token ranges, ends included, in which each key is used under any flags."""
-        found: dict[LaunchKey, list[tuple[int, int]]] = {key: [] for key in self.keys}
+        """The token ranges, ends included, in which a call launches each key under any flags."""
+        found: dict[LaunchKey, list[tuple[int, int]]] = {}
+        for key, spans in self.launch_ranges().items():
+            merged = found[key] = []
+            for first, last, _ in spans:
+                if merged and merged[-1][1] == first - 1:
+                    first, _ = merged.pop()
+                merged.append((first, last))
+        return found
+
+    def launch_ranges(self) -> dict[LaunchKey, list[tuple[int, int, int]]]:
+        """As `ranges`, with how often a call launches the key; ranges of one number are whole."""
+        found: dict[LaunchKey, list[tuple[int, int, int]]] = {key: [] for key in self.keys}
         for num_tokens in range(self.max_tokens + 1):
-            used = {s.key for table in self.tables.values() for s in table.resolve(num_tokens)}
-            for key in used:
+            for key, launches in self.used(num_tokens).items():
                 spans = found[key]
-                if spans and spans[-1][1] == num_tokens - 1:
-                    spans[-1] = (spans[-1][0], num_tokens)
-                else:
-                    spans.append((num_tokens, num_tokens))
+                first = num_tokens
+                if spans and spans[-1][1:] == (num_tokens - 1, launches):
+                    first = spans.pop()[0]
+                spans.append((first, num_tokens, launches))
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan for JSON: keys with their token ranges, workspace, digest."""
-        ranges = self.ranges()
+        """The plan for JSON: keys with their token ranges, workspace, digest.
+
+        A range is [first, last], or [first, last, launches] of a key that a call launches more than
+        once.
+        """
+        ranges = {
+            key: [span if span[2] > 1 else span[:2] for span in spans]
+            for key, spans in self.launch_ranges().items()
+        }
         return {
             "title": self.spec.title,
             "spec": self.spec.as_dict(),
@@ -186,7 +235,7 @@ def plan(spec: Spec, max_tokens: int, *, flags: Mapping[str, Sequence[str]] | No
         tables[values] = builder.table()
     for num_tokens in range(max_tokens + 1):
         workspace.check_holds(num_tokens, spec.workspace(num_tokens))
-    digest = _digest(spec, keys, tables, workspace)
+    digest = _digest(keys, tables, workspace)
     return Plan(spec, max_tokens, tuple(keys), tables, workspace, kernels, digest)
 
 
@@ -217,7 +266,7 @@ def plan_count(spec: Spec, num_tokens: int, flags: Flags) -> Plan:
         keys.setdefault(launch.key)
         _keep_kernel(kernels, launch)
     tables = {flags: builder.table()}
-    digest = _digest(spec, keys, tables, workspace)
+    digest = _digest(keys, tables, workspace)
     return Plan(spec, 0, tuple(keys), tables, workspace, kernels, digest)
 
 
@@ -232,6 +281,15 @@ def _keep_kernel(kernels: dict[str, Kernel], launch: Launch) -> None:
 
 def _narrowed(spec: Spec, flags: Mapping[str, Sequence[str]]) -> Mapping[str, tuple[str, ...]]:
     allowed = dict(spec.flags())
+    for name, values in allowed.items():
+        if name in _TAKEN:
+            raise InvalidArgumentError(
+                f"spec.flags: got {name!r}, must be none of {', '.join(_TAKEN)}, which bind takes"
+            )
+        if not values or isinstance(values, str):
+            raise InvalidArgumentError(
+                f"spec.flags[{name!r}]: got {values!r}, must be one value or more"
+            )
     for name, values in flags.items():
         if name not in allowed:
             raise InvalidArgumentError(
@@ -267,18 +325,24 @@ class _Builder:
                 "spec: an operand and a region of the workspace have one name, of "
                 f"{sorted(self._operands)} and {sorted(workspace.regions)}"
             )
-        self._sequences: dict[tuple[Step, ...], int] = {}
+        self._all_operands = tuple(operands)
+        self._steps: dict[Step, int] = {}
+        # By the identity of kernel and key, which the launch keeps alive, and by the tensors.
+        self._known: dict[tuple[int, int, tuple[object, ...]], tuple[int, Launch]] = {}
+        self._sequences: dict[tuple[int, ...], int] = {}
         self._index = array("i")
         self._rows = array("q")
 
-    def add(self, num_tokens: int) -> tuple[Launch, ...]:
+    def add(self, num_tokens: int) -> list[Launch]:
+        """Append the row of the next count; returns those launches whose step is a new one."""
         launches = self._spec.select(num_tokens, self._flags)
         if len(launches) > MAX_LAUNCHES:
             raise InvalidArgumentError(
                 f"select({num_tokens}): {len(launches)} launches, must be at most {MAX_LAUNCHES}"
             )
-        steps: list[Step] = []
+        steps: list[int] = []
         row: list[int] = []
+        new: list[Launch] = []
         for launch in launches:
             if not _is_grid(launch.grid):
                 raise InvalidArgumentError(
@@ -286,19 +350,40 @@ class _Builder:
                     f"must be three integers from 0 to {', '.join(map(str, _MAX_GRID))}"
                 )
             row += launch.grid
-            steps.append(self._step(launch, row))
+            tensors = self._add_integers(launch, row)
+            known = self._known.get(place := (id(launch.kernel), id(launch.key), tensors))
+            if known is None:
+                step = self._step(launch)
+                known = (self._steps.setdefault(step, len(self._steps)), launch)
+                self._known[place] = known
+                new.append(launch)
+            steps.append(known[0])
         sequence = self._sequences.setdefault(tuple(steps), len(self._sequences))
         self._index.append(len(self._rows))
         self._rows.append(sequence)
         self._rows.extend(row)
-        return launches
+        return new
 
-    def _step(self, launch: Launch, row: list[int]) -> Step:
+    def _add_integers(self, launch: Launch, row: list[int]) -> tuple[str | Stride | None, ...]:
+        """Append a launch's integers to the row; returns its other arguments, None for each."""
+        tensors: list[str | Stride | None] = []
+        for place, value in enumerate(launch.arguments):
+            if isinstance(value, int | float):
+                name, kind = launch.key.arguments[place]
+                # Nearly all are small integers of 64 bits.
+                if kind != "i64" or type(value) is not int or value.bit_length() > 63:
+                    value = _bits(f"{launch.key.name}.{name}", kind, value)
+                row.append(value)
+                tensors.append(None)
+            else:
+                tensors.append(value)
+        return tuple(tensors)
+
+    def _step(self, launch: Launch) -> Step:
         arguments: list[str | RowInteger | Stride] = []
         place = 0
         for (name, kind), value in zip(launch.key.arguments, launch.arguments, strict=True):
             if isinstance(value, int | float):
-                row.append(_bits(f"{launch.key.name}.{name}", kind, value))
                 arguments.append(RowInteger(place))
                 place += 1
                 continue
@@ -336,13 +421,19 @@ class _Builder:
             )
 
     def table(self) -> Table:
-        return Table(self._flags, tuple(self._sequences), self._index, self._rows)
+        steps = tuple(self._steps)
+        sequences = tuple(tuple(steps[number] for number in numbers) for numbers in self._sequences)
+        return Table(self._flags, sequences, self._index, self._rows, self._all_operands)
 
 
 def _is_grid(grid: tuple[object, ...]) -> bool:
-    return len(grid) == 3 and all(
-        type(size) is int and 0 <= size <= most for size, most in zip(grid, _MAX_GRID, strict=True)
-    )
+    # A plan asks this of each launch at each count.
+    if len(grid) != 3:
+        return False
+    for size, most in zip(grid, _MAX_GRID, strict=True):
+        if type(size) is not int or not 0 <= size <= most:
+            return False
+    return True
 
 
 def _bits(where: str, kind: str, value: float) -> int:
@@ -363,7 +454,6 @@ def _spans(spans: Sequence[tuple[int, int]]) -> str:
 
 
 def _digest(
-    spec: Spec,
     keys: Mapping[LaunchKey, None],
     tables: Mapping[Flags, Table],
     workspace: Workspace,
@@ -375,7 +465,7 @@ def _digest(
     digest.update(json.dumps([listed, workspace.as_dict()]).encode())
     for flags, table in tables.items():
         steps = [[(numbers[s.key], repr(s.arguments)) for s in seq] for seq in table.sequences]
-        operands = [repr(operand) for operand in spec.operands(flags)]
+        operands = [repr(operand) for operand in table.operands]
         digest.update(json.dumps([flags, operands, steps]).encode())
         # Bytes of a fixed order, for machines of either.
         for values in (table.index, table.rows):

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from firesteel.errors import InvalidArgumentError
+from firesteel.errors import ArenaError, InvalidArgumentError
 from firesteel.launch.spec import Region
 
 __all__ = ["Arena", "Workspace"]
 
 REGION_ALIGNMENT = 256
 FREE = -1
+
+
+class _Owner:
+    """Who uses the memory of an arena.
+
+    Fields
+        cell      the stream, and a lock on the launches of a call
+        launcher  the kind that shares the cell; None before the first
+    """
+
+    def __init__(self) -> None:
+        self.cell: Final = array("q", [FREE, 0])
+        self.launcher: str | None = None
+
+
+# By device and address: arenas over the same memory have one owner.
+_owners: WeakValueDictionary[tuple[torch.device, int], _Owner] = WeakValueDictionary()
+_owners_lock = threading.Lock()
+
+
+def _owner_of(storage: Tensor) -> _Owner:
+    address = storage.data_ptr()
+    # No memory is shared where there is none.
+    if not address:
+        return _Owner()
+    with _owners_lock:
+        place = (storage.device, address)
+        found = _owners.get(place)
+        if found is None:
+            found = _owners[place] = _Owner()
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +118,8 @@ class Arena:
 
     It belongs to the first stream that runs on it. Another stream is refused, since its launches
     could overwrite what the first still reads, until `release` is called. A stream under capture is
-    let through: the order of a replay is the caller's.
+    let through: the order of a replay is the caller's. Arenas whose storages start at one address
+    have one owner; another way to overlap is not noticed.
 
     Args:
         storage: uint8, contiguous, at a multiple of 256 bytes. Held, and never replaced.
@@ -106,7 +140,7 @@ class Arena:
             )
         self.storage = storage
         self.address = storage.data_ptr()
-        self._owner = array("q", [FREE, 0])
+        self._owner = _owner_of(storage)
 
     @classmethod
     def allocate(cls, num_bytes: int, device: torch.device) -> Arena:
@@ -130,16 +164,30 @@ class Arena:
     @property
     def owner(self) -> int | None:
         """The stream that it belongs to; None before the first run and after `release`."""
-        return None if self._owner[0] == FREE else self._owner[0]
+        stream = self.owner_cell[0]
+        return None if stream == FREE else stream
 
     @property
     def owner_cell(self) -> array[int]:
         """The cell that launchers share: the owner, and a lock on the launches of a call."""
-        return self._owner
+        return self._owner.cell
+
+    def take(self, launcher: str) -> None:
+        """Let launchers of this kind use it.
+
+        Raises
+            ArenaError: another kind does; they do not see each other's locks.
+        """
+        if self._owner.launcher not in (None, launcher):
+            raise ArenaError(
+                f"arena: got the {launcher} launcher, must be {self._owner.launcher}, which uses "
+                "it already"
+            )
+        self._owner.launcher = launcher
 
     def release(self) -> None:
         """Let another stream take it. The caller has made that stream wait for the last one."""
-        self._owner[0] = FREE
+        self.owner_cell[0] = FREE
 
     def __repr__(self) -> str:
         """`Arena(4096 bytes on cuda:0, stream 0x0)`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -91,10 +91,25 @@ class MoeSpec:
     @property
     def title(self) -> str:
         """One line for tables and logs."""
-        kind = f"int4-g{self.w13.group_size}" + ("-asym" if self.w13.has_zero_points else "")
-        return (
-            f"MoE {kind} K={self.hidden_size} N={self.intermediate_size} E={self.num_experts} "
-            f"top_k={self.top_k} {self.dtype} {self.activation.name}"
+        kinds = dict.fromkeys(_kind(stored, self.dtype) for stored in (self.w13, self.w2))
+        held = "" if self.num_global_experts is None else f" of {self.num_global_experts}"
+        words = [
+            f"MoE {'/'.join(kinds)} K={self.hidden_size} N={self.intermediate_size} "
+            f"E={self.num_experts}{held} top_k={self.top_k} {self.dtype} {self._activation_title}"
+        ]
+        words += [name for name in ("weight_on_input", "batch_invariant") if getattr(self, name)]
+        if not self.pdl:
+            words.append("no pdl")
+        return " ".join(words)
+
+    @property
+    def _activation_title(self) -> str:
+        """Its name, and those of its constants that are not the usual ones."""
+        activation, usual = self.activation, Activation(name=self.activation.name)
+        return activation.name + "".join(
+            f" {field.name}={value}"
+            for field in fields(activation)
+            if (value := getattr(activation, field.name)) != getattr(usual, field.name)
         )
 
     @property
@@ -103,7 +118,10 @@ class MoeSpec:
         return 2 if self.activation.is_gated else 1
 
     def shard(self, tensor_parallel: int) -> MoeSpec:
-        """The layer of one rank of so many.
+        """The layer of one rank of so many, whose outputs are summed.
+
+        Each rank's FC2 adds its `w2.bias`, so that the sum would hold it once a rank: bind the bias
+        on one rank and zeros on the others. All ranks then share one plan.
 
         Raises
             InvalidArgumentError: the intermediate size, or a scale group of it, cannot be split so.
@@ -178,6 +196,15 @@ class MoeSpec:
     def as_dict(self) -> dict[str, Any]:
         """Every field, for JSON."""
         return asdict(self)
+
+
+def _kind(stored: Int4Weights, dtype: str) -> str:
+    """`int4-g128-asym-fp32-bias`; the type of scales only where it is not the layer's."""
+    words = [f"int4-g{stored.group_size}"]
+    words += ["asym"] * stored.has_zero_points
+    words += [stored.scale] * (stored.scale != dtype)
+    words += ["bias"] * stored.has_bias
+    return "-".join(words)
 
 
 def _check_size(name: str, value: object) -> None:

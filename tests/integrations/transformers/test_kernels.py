@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from firesteel.checkpoint.families import Geometry
 from firesteel.errors import InvalidArgumentError
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
+from firesteel.integrations.transformers.kernels import _Arenas
 
 LITTLE = Path(__file__).parents[3] / "examples" / "little_moe" / "int4-g128"
 
@@ -78,6 +82,110 @@ def test_moving_a_layer_drops_its_kernels_and_says_so(
     with torch.no_grad():
         assert not (module(*call) == 7).all()
     assert not kernels.calls
+
+
+def _packed(model: Any) -> PackedExperts:
+    """A layer in the form that kernels read; on a CPU the load leaves another."""
+    loaded = next(m for m in model.modules() if isinstance(m, PackedExperts))
+    made = PackedExperts(
+        model.config,
+        Geometry(1, loaded.num_experts, loaded.hidden_dim, loaded.intermediate_dim),
+        (loaded.gate_up.scheme, loaded.down.scheme),
+        loaded.activation,
+        torch.float32,
+    )
+    for buffer in made.buffers():
+        buffer.zero_()
+    return made
+
+
+def _load_assigning(module: PackedExperts) -> None:
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+
+
+def _set_codes(module: PackedExperts) -> None:
+    module.gate_up.codes = module.gate_up.codes.clone()
+
+
+def _set_stack(module: PackedExperts) -> None:
+    module.down = copy.deepcopy(module.down)
+
+
+def _register(module: PackedExperts) -> None:
+    module.down.register_buffer("scales", module.down.scales.clone())
+
+
+def _move_stack(module: PackedExperts) -> None:
+    module.gate_up.to("cpu")
+
+
+def _set_bias(module: PackedExperts) -> None:
+    module.gate_up_bias = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    "replace", [_load_assigning, _set_codes, _set_stack, _register, _move_stack, _set_bias]
+)
+@pytest.mark.parametrize("copied", [False, True])
+def test_replacing_a_tensor_drops_the_kernels_and_says_so(
+    model: Any, caplog: pytest.LogCaptureFixture, replace: Any, copied: bool
+) -> None:
+    module = _packed(model)
+    if copied:
+        module = copy.deepcopy(module)
+    module.kernels = Kernels()
+    replace(module)
+    assert module.kernels is None
+    assert caplog.text.count("PyTorch path") == 1
+
+
+def test_loading_in_place_or_setting_the_same_tensor_keeps_the_kernels(model: Any) -> None:
+    module = _packed(model)
+    kernels = module.kernels = Kernels()
+    module.load_state_dict(module.state_dict())
+    module.gate_up.scales = module.gate_up.scales
+    module.down = module.down
+    assert module.kernels is kernels
+
+
+def _arenas() -> _Arenas:
+    return _Arenas(4096, torch.device("cpu"))
+
+
+def test_each_stream_has_one_arena_and_many_streams_are_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arenas = _arenas()
+    made = [arenas.of(stream) for stream in range(4)]
+    assert made[0] is arenas.first
+    assert len(set(map(id, made))) == 4
+    assert caplog.text == ""
+    made += [arenas.of(stream) for stream in range(4, 7)]
+    assert caplog.text.count("more than 4 streams: each keeps an arena of 4096 bytes") == 1
+    assert [arenas.of(stream) for stream in range(7)] == made
+
+
+def test_an_arena_that_compiled_code_took_is_not_given_to_another_stream() -> None:
+    arenas = _arenas()
+    arenas.first.owner_cell[0] = 0x7000
+    assert arenas.of(0x8000) is not arenas.first
+    arenas = _arenas()
+    arenas.first.owner_cell[0] = 0x7000
+    assert arenas.of(0x7000) is arenas.first
+
+
+def test_threads_that_meet_a_stream_at_once_share_its_arena() -> None:
+    arenas = _arenas()
+    arenas.of(1)
+    start = threading.Barrier(8)
+
+    def ask(_: int) -> object:
+        start.wait()
+        return arenas.of(2)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(map(id, pool.map(ask, range(8))))) == 1
 
 
 def test_copies_and_pickles_go_without_kernels(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ from firesteel.settings import Settings
 __all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
 
 log = logging.getLogger(__name__)
+
+MANY_STREAMS = 4
+"""Streams with an arena each that need no explaining."""
 
 
 @dataclass(slots=True)
@@ -64,7 +68,10 @@ class KernelReport:
 
 
 class LayerKernels:
-    """A layer's kernels, with an arena for each stream that calls it."""
+    """A layer's kernels, with an arena for each stream that calls it.
+
+    Under torch.compile it is always the first arena: the compiled code must run on one stream.
+    """
 
     def __init__(self, ready: Ready, tensors: Mapping[str, Tensor], arenas: _Arenas) -> None:
         self._ready = ready
@@ -91,8 +98,7 @@ class LayerKernels:
         arena = self._arenas.of(stream)
         is_first = arena is self._arenas.first
         layer = self._first if is_first else MoeLayer(self._ready, self._tensors, arena)
-        self._layers[stream] = layer
-        return layer
+        return self._layers.setdefault(stream, layer)
 
 
 class _Arenas:
@@ -103,16 +109,29 @@ class _Arenas:
         self._device = device
         self.first = Arena.allocate(num_bytes, device)
         self._by_stream: dict[int, Arena] = {}
+        self._lock = threading.Lock()
 
     def of(self, stream: int) -> Arena:
         """The arena of a stream, allocated when a stream is first seen."""
-        if stream not in self._by_stream:
-            if self._by_stream:
-                log.info("stream %#x: an arena of %d bytes", stream, self._num_bytes)
-                self._by_stream[stream] = Arena.allocate(self._num_bytes, self._device)
-            else:
-                self._by_stream[stream] = self.first
-        return self._by_stream[stream]
+        with self._lock:
+            found = self._by_stream.get(stream)
+            if found is None:
+                found = self._by_stream[stream] = self._new(stream)
+            return found
+
+    def _new(self, stream: int) -> Arena:
+        # Compiled code may have taken the first one on a stream that is not known here.
+        if not self._by_stream and self.first.owner in (None, stream):
+            return self.first
+        log.info("stream %#x: an arena of %d bytes", stream, self._num_bytes)
+        if len(self._by_stream) == MANY_STREAMS:
+            log.warning(
+                "experts were called on more than %d streams: each keeps an arena of %d bytes; "
+                "call the model on fewer streams, or lower FIRESTEEL_MAX_TOKENS",
+                MANY_STREAMS,
+                self._num_bytes,
+            )
+        return Arena.allocate(self._num_bytes, self._device)
 
 
 def attach_kernels(

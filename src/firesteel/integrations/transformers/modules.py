@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,49 @@ IMPLEMENTATION = "firesteel"
 """The name under which `experts_forward` is registered with transformers."""
 
 
-class PackedExperts(nn.Module):
+class _Watched(nn.Module):
+    """A module that notices when its tensors or modules are moved, converted or replaced."""
+
+    def drop_kernels(self) -> None:
+        """Called before that is done."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for held in (self.__dict__.get("_buffers"), self.__dict__.get("_modules")):
+            if held is not None and name in held and held[name] is not value:
+                self.drop_kernels()
+        super().__setattr__(name, value)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As torch's."""
+        if name in self._buffers and self._buffers[name] is not tensor:
+            self.drop_kernels()
+        super().register_buffer(name, tensor, persistent)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.drop_kernels()
+        return super()._apply(fn, recurse)
+
+
+class _ExpertWeights(_Watched, PackedWeights):
+    """A stack of an experts module, which it tells what it notices."""
+
+    def watch(self, experts: PackedExperts) -> None:
+        """Tell this module."""
+        self.__dict__["_experts"] = weakref.ref(experts)
+
+    def drop_kernels(self) -> None:
+        known = self.__dict__.get("_experts")
+        experts = None if known is None else known()
+        if experts is not None:
+            experts.drop_kernels()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the module, which watches its copies itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_experts"}
+
+
+class PackedExperts(_Watched):
     """The experts of one layer, packed; called as transformers calls its own experts modules.
 
     Args:
@@ -54,8 +97,9 @@ class PackedExperts(nn.Module):
         self.intermediate_dim = geometry.intermediate_size
         self.activation = activation
         self.kernels: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self.gate_up = PackedWeights(schemes[0], geometry.num_experts, num_parts=2)
-        self.down = PackedWeights(schemes[1], geometry.num_experts)
+        self.gate_up: PackedWeights = _ExpertWeights(schemes[0], geometry.num_experts, num_parts=2)
+        self.down: PackedWeights = _ExpertWeights(schemes[1], geometry.num_experts)
+        self._watch()
         for name, rows in (
             ("gate_up_bias", 2 * geometry.intermediate_size),
             ("down_bias", geometry.hidden_size),
@@ -84,16 +128,26 @@ class PackedExperts(nn.Module):
             )
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moving or converting the module leaves its kernels bound to the tensors of before."""
+    def _watch(self) -> None:
+        for stack in (self.gate_up, self.down):
+            if isinstance(stack, _ExpertWeights):
+                stack.watch(self)
+
+    def drop_kernels(self) -> None:
+        """Go back to the PyTorch path: kernels stay bound to the tensors that they were given."""
         if self.kernels is not None:
             self.kernels = None
-            log.warning("experts were moved or converted: they run on the PyTorch path from here")
-        return super()._apply(fn, recurse)
+            log.warning(
+                "experts were moved, converted or replaced: they run on the PyTorch path from here"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the kernels, which belong to this process and device."""
         return {**self.__dict__, "kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch()
 
     def moe_weights(self) -> MoeWeights:
         """The layer as a backend reads it."""

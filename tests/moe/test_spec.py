@@ -1,0 +1,52 @@
+"""`MoeSpec`: titles that tell plans apart, and what a rank of several holds."""
+
+from dataclasses import replace
+
+import pytest
+
+from firesteel.moe.activation import Activation
+from firesteel.moe.spec import Int4Weights, MoeSpec, geometry
+
+PLAIN = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+ASYMMETRIC = Int4Weights(has_zero_points=True)
+CHANGES = {
+    "": {},
+    "batch_invariant": {"batch_invariant": True},
+    "weight_on_input": {"weight_on_input": True},
+    "no pdl": {"pdl": False},
+    "E=8 of 16": {"num_global_experts": 16},
+    "int4-g128/int4-g64": {"w2": Int4Weights(group_size=64)},
+    "int4-g128/int4-g128-asym": {"w2": ASYMMETRIC},
+    "int4-g128-asym/int4-g128": {"w13": ASYMMETRIC},
+    "int4-g128-asym ": {"w13": ASYMMETRIC, "w2": ASYMMETRIC},
+    "int4-g128-fp32": {"w13": Int4Weights(scale="fp32")},
+    "int4-g128-bias": {"w13": Int4Weights(has_bias=True)},
+    "silu limit=7.0": {"activation": Activation(limit=7.0)},
+    "swigluoai": {"activation": Activation(name="swigluoai")},
+    "swigluoai alpha=1.5": {"activation": Activation(name="swigluoai", alpha=1.5)},
+}
+
+
+@pytest.mark.parametrize("word", CHANGES)
+def test_a_title_has_what_was_changed(word: str) -> None:
+    assert word in replace(PLAIN, **CHANGES[word]).title
+
+
+def test_no_two_titles_are_alike() -> None:
+    titles = {replace(PLAIN, **changes).title for changes in CHANGES.values()}
+    assert len(titles) == len(CHANGES)
+    assert PLAIN.title == "MoE int4-g128 K=256 N=128 E=8 top_k=2 bf16 silu"
+
+
+def test_the_type_of_scales_is_named_where_it_is_not_the_layers() -> None:
+    fp16 = Int4Weights(scale="fp16")
+    assert replace(PLAIN, dtype="fp16", w13=fp16, w2=fp16).title.startswith("MoE int4-g128 K=")
+    assert replace(PLAIN, dtype="fp16").title.startswith("MoE int4-g128-bf16 K=")
+
+
+def test_a_rank_keeps_the_bias_so_that_all_ranks_share_a_plan() -> None:
+    whole = geometry("gpt-oss-120b", group_size=32)
+    rank = whole.shard(2)
+    assert rank.w2.has_bias
+    assert rank.intermediate_size == whole.intermediate_size // 2
+    assert rank == geometry("gpt-oss-120b", group_size=32, tensor_parallel=2)
