@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firesteel.errors import InvalidArgumentError
 from firesteel.formats.base import SCALE_DTYPES
 from firesteel.formats.packed import PackedWeights
 from firesteel.launch import Arena, Bound, Ready
@@ -29,7 +30,7 @@ def operand_tensors(
     """The tensors of a layer that `Ready.bind` wants, by name: views, nothing is copied.
 
     Args:
-        w13, w2: int4 stacks `[E, 2N, K]` and `[E, K, N]`.
+        w13, w2: int4 stacks `[E, 2N, K]` and `[E, K, N]`, as `firesteel.formats.packed` holds them.
         bias13, bias2: `[E, 2N]` and `[E, K]` in the layer's dtype.
         expert_map: `[num_global_experts]` int32.
     """
@@ -47,7 +48,7 @@ def operand_tensors(
 
 
 class MoeLayer:
-    """A layer that runs on the kernels of `ready`, for either type of ids.
+    """A layer that runs on the kernels of `ready`, for each type of ids that the plan holds.
 
     Args:
         ready: a prewarmed plan of the layer's `MoeSpec`.
@@ -60,9 +61,13 @@ class MoeLayer:
 
     def __init__(self, ready: Ready, tensors: dict[str, Tensor], arena: Arena) -> None:
         self.max_tokens = ready.plan.max_tokens
-        self.bounds: dict[torch.dtype, Bound] = {
-            dtype: ready.bind(tensors, arena, ids=name) for dtype, name in _IDS.items()
-        }
+        self._ready = ready
+        self._tensors = tensors
+        self._arena = arena
+        self.bounds: dict[torch.dtype, Bound] = {}
+        for dtype, name in _IDS.items():
+            if (("ids", name),) in ready.plan.tables:
+                self._bind(dtype)
 
     def run(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         """out = the layer's output for x, up to `max_tokens` tokens; safe under graph capture.
@@ -75,8 +80,16 @@ class MoeLayer:
         Raises
             InvalidArgumentError, NotPlannedError, ArenaError: as `Bound.run`.
         """
-        bound = self.bounds.get(topk_ids.dtype, self.bounds[torch.int32])
+        bound = self.bounds.get(topk_ids.dtype) or self._bind(topk_ids.dtype)
         bound.run(x, topk_ids, topk_weights, out)
+
+    def _bind(self, dtype: torch.dtype) -> Bound:
+        """Bind for a type of ids; one that the plan left out is a miss."""
+        if dtype not in _IDS:
+            raise InvalidArgumentError(f"topk_ids: got {dtype}, must be int32 or int64")
+        bound = self._ready.bind(self._tensors, self._arena, ids=_IDS[dtype])
+        self.bounds[dtype] = bound
+        return bound
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The layer's output in a new tensor, for any number of tokens, in slices if need be.
@@ -89,7 +102,7 @@ class MoeLayer:
             rows = slice(start, start + self.max_tokens)
             inputs = (x[rows], topk_ids[rows], topk_weights[rows])
             if compiling:
-                bound = self.bounds[topk_ids.dtype]
+                bound = self.bounds.get(topk_ids.dtype) or self._bind(topk_ids.dtype)
                 run_op(bound.handle, inputs, [out[rows]])
             else:
                 self.run(*inputs, out[rows])
