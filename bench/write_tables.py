@@ -189,10 +189,39 @@ def _launch_facts(record: dict[str, Any]) -> list[str]:
     return found
 
 
+def moe_table(records: Sequence[dict[str, Any]]) -> str:
+    """Time of a layer by shape and size, beside peers measured on the same kind of GPU."""
+    peers = json.loads((ROOT / "bench" / "peers.json").read_text(encoding="utf-8"))
+    rows: list[list[str]] = []
+    for r in records:
+        known = peers.get(f"{r['shape']} {r['recipe']}", {}) if r["routing"] == "uniform" else {}
+        others = [(us[str(r["m"])], name) for name, us in known.items() if str(r["m"]) in us]
+        best = min(others, default=None)
+        torch_us = r.get("torch_bf16_us")
+        kind = ", batch invariant" if r["batch_invariant"] else ""
+        rows.append(
+            [
+                f"{r['shape']} {r['recipe']}, {r['routing']}{kind}, {r['m']}",
+                f"{r['us']:.1f}",
+                f"{r['floor_us']:.1f}",
+                f"{r['fraction_of_floor']:.2f}",
+                f"{r['tflops']:.0f}",
+                "" if best is None else f"{best[0]:g} ({best[1]})",
+                "" if torch_us is None else f"{torch_us:.0f}",
+                f"{r['host_us']:.1f}",
+                f"{r['rel_err']:.4f}",
+            ]
+        )
+    head = ["layer, routing, tokens", "us", "floor, us", "of floor", "TFLOP/s", "best peer, us",
+            "torch bf16, us", "host, us", "rel. error"]  # fmt: skip
+    return markdown(head, rows) + f"\nPeers: {peers['source']}.\n"
+
+
 BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], str]]] = {
     "quality": (("recipe", "window", "stride", "tokens"), quality_table),
     "cpu": (("model", "prefill_tokens", "decode_steps"), cpu_table),
     "launch": (("model", "driver"), launch_table),
+    "moe": (("shape", "recipe", "batch_invariant", "routing", "m"), moe_table),
     "load_memory": (
         ("layers", "experts", "hidden_size", "intermediate_size", "recipe"),
         load_memory_table,

@@ -34,7 +34,8 @@ def in_natural_order(expanded: Tensor, packed: PackedWeights) -> Tensor:
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=200)
 def test_numbers_are_rounded_once(data: st.DataObject, dtype: torch.dtype) -> None:
-    scheme = data.draw(schemes())
+    # Of one tile and less, of whole tiles, and of some with a ragged one.
+    scheme = data.draw(schemes(max_n=160))
     matrix = data.draw(matrices(scheme))
     packed = PackedWeights(scheme, num_matrices=1)
     packed.write(0, 0, matrix)
@@ -68,9 +69,29 @@ def assert_close(y: Tensor, x: Tensor, weight: Tensor) -> None:
     assert ((y.double() - expected).abs() <= bound).all()
 
 
-def test_parts_with_column_orders_of_their_own() -> None:
+@pytest.mark.parametrize("recipe", ["int4-g128-asym", "int3-g32", "int8-g128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("n", [64, 65, 128, 200])
+def test_two_parts_of_whole_and_of_ragged_tiles(n: int, recipe: str) -> None:
+    generator = torch.Generator().manual_seed(n)
+    parts = [
+        quantize_matrix(torch.randn(n, 384, generator=generator), parse_recipe(recipe))
+        for _ in range(2)
+    ]
+    scheme = parts[0][0]
+    packed = PackedWeights(scheme, num_matrices=2, num_parts=2)
+    for part, (_, matrix) in enumerate(parts):
+        packed.write(1, part, matrix)
+    wanted = torch.cat([matrix.dequantize(scheme) for _, matrix in parts])
+    x = torch.randn(3, 384, generator=generator)
+    assert_close(packed.linear(1, x), x, wanted)
+    got = in_natural_order(packed._expand(1, torch.float32), packed)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("n", [16, 64])
+def test_parts_with_column_orders_of_their_own(n: int) -> None:
     scheme = Scheme(
-        format="gptq", element="int4", n=16, k=64, group_size=32, scale="fp16", has_group_index=True
+        format="gptq", element="int4", n=n, k=64, group_size=32, scale="fp16", has_group_index=True
     )
     generator = torch.Generator().manual_seed(0)
     packed = PackedWeights(scheme, num_matrices=2, num_parts=2)
@@ -78,8 +99,8 @@ def test_parts_with_column_orders_of_their_own() -> None:
     for part in range(2):
         order = torch.randperm(64, generator=generator)
         matrix = QuantizedMatrix(
-            codes=torch.randint(0, 16, (16, 64), dtype=torch.uint8, generator=generator),
-            scales=torch.rand(16, 2, generator=generator).half(),
+            codes=torch.randint(0, 16, (n, 64), dtype=torch.uint8, generator=generator),
+            scales=torch.rand(n, 2, generator=generator).half(),
             group_index=(torch.arange(64) // 32).int()[order],
         )
         packed.write(1, part, matrix)

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from firesteel.errors import CheckpointError
 from firesteel.formats.base import QuantizedMatrix, Scheme
-from firesteel.formats.packed import PackedWeights, pack_codes, packed_bytes, unpack_codes
+from firesteel.formats.packed import (
+    TILE_ROWS,
+    PackedWeights,
+    pack_codes,
+    packed_bytes,
+    tile_rows,
+    unpack_codes,
+    untile_rows,
+)
 from tests.strategies import bits_of, matrices, schemes
 
 
@@ -64,21 +72,112 @@ def test_a_block_is_laid_out_as_documented(bits: int) -> None:
     assert [code_at(block, bits, column) for column in range(128)] == codes.tolist()
 
 
-@given(data=st.data(), parts=st.integers(1, 2))
+@given(
+    n=st.sampled_from((1, 63, 64, 65, 128, 130)),
+    num_blocks=st.integers(1, 3),
+    lead=st.sampled_from(((), (2,), (3, 2))),
+    size=st.sampled_from((48, 64, 128)),
+)
+def test_tiled_rows_come_back_and_spare_rows_are_zero(
+    n: int, num_blocks: int, lead: tuple[int, ...], size: int
+) -> None:
+    generator = torch.Generator().manual_seed(n)
+    shape = (*lead, n, num_blocks, size)
+    blocks = torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
+    tiles = tile_rows(blocks)
+    num_tiles = -(-n // TILE_ROWS)
+    assert tiles.shape == (*lead, num_tiles, num_blocks, TILE_ROWS, size)
+    assert torch.equal(untile_rows(tiles, n), blocks)
+    for row in range(n):
+        assert torch.equal(tiles[..., row // 64, :, row % 64, :], blocks[..., row, :, :])
+    assert (untile_rows(tiles, num_tiles * TILE_ROWS)[..., n:, :, :] == 0).all()
+
+
+@given(
+    element=st.sampled_from(("int3", "int4", "int8", "e2m1")),
+    n=st.sampled_from((1, 63, 64, 65)),
+    k=st.sampled_from((1, 127, 128, 129)),
+    parts=st.integers(1, 2),
+    num_matrices=st.sampled_from((1, 3)),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=80)
+def test_any_size_comes_back_from_the_documented_addresses(
+    element: str, n: int, k: int, parts: int, num_matrices: int, seed: int
+) -> None:
+    scheme = Scheme(
+        format="compressed-tensors",
+        element=element,
+        n=n,
+        k=k,
+        group_size=1 if element == "int8" else k,
+        scale="fp16",
+        has_zero_points=element != "e2m1",
+    )
+    generator = torch.Generator().manual_seed(seed)
+    bits, groups = scheme.bits, (n, scheme.num_groups)
+    packed = poisoned(scheme, num_matrices, parts)
+    written: dict[tuple[int, int], QuantizedMatrix] = {}
+    for index in range(num_matrices):
+        for part in range(parts):
+            zero_points = torch.randint(
+                0, 1 << bits, groups, dtype=torch.uint8, generator=generator
+            )
+            matrix = QuantizedMatrix(
+                codes=torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=generator),
+                scales=torch.rand(groups, generator=generator).half(),
+                zero_points=zero_points if scheme.has_zero_points else None,
+            )
+            packed.write(index, part, matrix)
+            written[index, part] = matrix
+    data = packed.codes.flatten()
+    num_tiles, num_blocks = -(-n // 64), -(-k // 128)
+    for (index, part), matrix in written.items():
+        assert_same(packed.read(index, part), matrix)
+        assert torch.equal(packed.codes_of(index)[packed.rows_of(part)], matrix.codes)
+        for row, column in ((0, 0), (n - 1, k - 1), (n - 1, 0), (n // 2, k // 2)):
+            tile = (index * parts + part) * num_tiles + row // 64
+            block = (tile * num_blocks + column // 128) * 64 + row % 64
+            stored = data[block * 16 * bits : (block + 1) * 16 * bits]
+            assert code_at(stored, bits, column % 128) == matrix.codes[row, column]
+            group = column // scheme.group_size
+            bits_stored = packed.scales[index, group, part * n + row].view(torch.float16)
+            assert bits_stored == matrix.scales[row, group]
+
+
+def test_the_documented_example_of_an_address_holds() -> None:
+    scheme = Scheme(
+        format="compressed-tensors", element="int4", n=130, k=300, group_size=300, scale="bf16"
+    )
+    packed = PackedWeights(scheme, num_matrices=1, num_parts=2)
+    matrix = QuantizedMatrix(
+        codes=torch.zeros(130, 300, dtype=torch.uint8),
+        scales=torch.ones(130, 1, dtype=torch.bfloat16),
+    )
+    packed.write(0, 0, matrix)
+    matrix.codes[70, 290] = 13
+    packed.write(0, 1, matrix)
+    data = packed.codes.flatten()
+    assert data.nonzero().tolist() == [[57728 + 4]]
+    assert data[57728 + 4] == 13 << 4
+
+
+@given(data=st.data(), parts=st.integers(1, 2), max_n=st.sampled_from((48, 200)))
 @settings(max_examples=150)
 def test_a_matrix_comes_back_bit_for_bit_and_no_other_is_touched(
-    data: st.DataObject, parts: int
+    data: st.DataObject, parts: int, max_n: int
 ) -> None:
-    scheme = data.draw(schemes())
+    scheme = data.draw(schemes(max_n=max_n))
     matrix = data.draw(matrices(scheme))
     packed = poisoned(scheme, num_matrices=3, num_parts=parts)
     packed.write(1, parts - 1, matrix)
     assert_same(packed.read(1, parts - 1), matrix)
-    own = slice((parts - 1) * scheme.n, parts * scheme.n)
+    own = packed.rows_of(parts - 1)
     for name, buffer in packed.named_buffers():
         rest = buffer.clone()
-        written = rest[1, parts - 1 if name in ("global_scale", "column_order") else own]
-        written.view(torch.uint8).fill_(0xFF) if written.ndim else written.fill_(-1)
+        by_group = name in ("scales", "zero_points")
+        written = rest[1, :, own] if by_group else rest[1, parts - 1]
+        written.fill_(0xFF if written.dtype == torch.uint8 else -1)
         assert (rest.view(torch.uint8) == 0xFF).all(), name
 
 

@@ -1,5 +1,6 @@
 """The quick check of each call and the thorough one that explains refuse the same tensors."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,16 @@ operands = st.builds(
     is_aligned=st.booleans(),
     is_written=st.booleans(),
 )
+
+
+@st.composite
+def operands_in_units(draw: st.DrawFn) -> Operand:
+    """An operand whose rows are counted in some divisor of their length."""
+    operand = draw(operands)
+    row = math.prod(operand.shape_for(1))
+    return replace(
+        operand, row_unit=draw(st.sampled_from([1, 2, 3, 6]).filter(lambda u: row % u == 0))
+    )
 
 
 def strided(
@@ -118,7 +129,7 @@ def thorough(operands: Sequence[Operand], given: Sequence[object]) -> str | None
 @given(data=st.data())
 @hypothesis_settings(max_examples=600)
 def test_both_checks_refuse_the_same_tensors(data: st.DataObject) -> None:
-    operand = data.draw(operands, label="operand")
+    operand = data.draw(operands_in_units(), label="operand")
     tensor: Any = data.draw(tensors(operand), label="tensor")
     found, refusal = quick([operand], [tensor]), thorough([operand], [tensor])
     assert (found == REFUSED) == (refusal is not None), (found, refusal)
@@ -130,13 +141,13 @@ def test_both_checks_refuse_the_same_tensors(data: st.DataObject) -> None:
     assert len(strides) == operand.has_stride
     # Where there is one row at most, no stride is read.
     if strides and num_tokens > 1 and tensor.numel():
-        assert strides == [tensor.stride(0)]
+        assert [stride * operand.row_unit for stride in strides] == [tensor.stride(0)]
 
 
 @given(data=st.data())
 @hypothesis_settings(max_examples=150)
 def test_both_checks_agree_on_several_tensors_and_their_counts(data: st.DataObject) -> None:
-    listed = data.draw(st.lists(operands, min_size=2, max_size=3), label="operands")
+    listed = data.draw(st.lists(operands_in_units(), min_size=2, max_size=3), label="operands")
     given_tensors = [data.draw(tensors(operand), label="tensor") for operand in listed]
     assert (quick(listed, given_tensors) == REFUSED) == (
         thorough(listed, given_tensors) is not None
@@ -194,7 +205,36 @@ def test_rows_that_lie_in_pieces_are_refused(tensor: Tensor) -> None:
     assert quick([ROWS], [tensor]) == REFUSED
     refusal = thorough([ROWS], [tensor])
     assert refusal is not None
-    assert refusal.endswith("must be contiguous, but for the distance of rows")
+    assert refusal.endswith("must be contiguous, but for the distance of rows (a multiple of 1)")
+
+
+IN_UNITS = replace(ROWS, row_unit=4)
+
+
+@pytest.mark.parametrize(
+    ("shape_and_stride", "units"),
+    [((5, 8), 2), ((5, 12), 3), ((5, 4), 1), ((5, 0), 0), ((1, 12), 2), ((0, 12), 2)],
+)
+def test_the_distance_of_rows_is_counted_in_units(
+    shape_and_stride: tuple[int, int], units: int
+) -> None:
+    """Contiguous ones, wider, overlapping, repeated; of one row or none the length counts."""
+    num_tokens, stride = shape_and_stride
+    tensor = strided((num_tokens, 2, 4), (stride, 4, 1), F32, 0)
+    assert thorough([IN_UNITS], [tensor]) is None
+    assert quick([IN_UNITS], [tensor]) == (num_tokens, 7, tensor.data_ptr(), units)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5, 9, 10, 11, 13])
+def test_a_distance_between_units_is_refused(stride: int) -> None:
+    tensor = strided((5, 2, 4), (stride, 4, 1), F32, 0)
+    assert quick([IN_UNITS], [tensor]) == REFUSED
+    refusal = thorough([IN_UNITS], [tensor])
+    assert refusal == (
+        f"x: got strides ({stride}, 4, 1), must be contiguous, but for the distance of rows "
+        "(a multiple of 4)"
+    )
+    assert quick([ROWS], [tensor]) != REFUSED
 
 
 @pytest.mark.parametrize("stride", [0, 1, 7])

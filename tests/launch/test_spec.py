@@ -32,6 +32,22 @@ def test_an_operand_of_an_unknown_type_is_refused() -> None:
         Operand("x", "float32", (1,))
 
 
+@pytest.mark.parametrize("row_unit", [1, 2, 3, 5, 6, 10, 15, 30])
+def test_a_unit_divides_a_row(row_unit: int) -> None:
+    assert Operand("x", "bf16", (NUM_TOKENS, 3, 10), row_unit=row_unit).row_unit == row_unit
+
+
+@pytest.mark.parametrize("row_unit", [0, -1, 4, 7, 60])
+def test_a_unit_that_does_not_divide_a_row_is_refused(row_unit: int) -> None:
+    message = f"operand x: row_unit {row_unit}, must divide the 30 of a row"
+    with pytest.raises(InvalidArgumentError, match=message):
+        Operand("x", "bf16", (NUM_TOKENS, 3, 10), row_unit=row_unit)
+
+
+def test_the_unit_of_rows_is_one_unless_said() -> None:
+    assert Operand("x", "bf16", (NUM_TOKENS, 7)).row_unit == 1
+
+
 def test_a_region_of_an_unknown_type_or_negative_size_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="region acc: dtype 'int4', must be one of bf16"):
         Region("acc", "int4", (1,))

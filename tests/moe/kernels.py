@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 from triton.runtime.interpreter import InterpretedFunction
 
-from firesteel.formats.packed import pack_codes
+from firesteel.formats.packed import TILE_ROWS, pack_codes, tile_rows
+from firesteel.moe.activate import activate_kernel
 from firesteel.moe.activation import Activation
 from firesteel.moe.combine import combine_kernel
 from firesteel.moe.down import down_kernel
@@ -68,7 +70,7 @@ class Memory:
             assert (buffer[GUARD_BYTES + num_bytes :] == 255).all()
         for held, tensor in self._inputs:
             # As bytes: an input may hold NaN.
-            before, after = (part.contiguous().view(torch.uint8) for part in (tensor, held))
+            before, after = (part.reshape(-1).view(torch.uint8) for part in (tensor, held))
             assert torch.equal(before, after)
 
 
@@ -161,16 +163,31 @@ class Placed:
 
 @dataclass(frozen=True)
 class Int4Stack:
-    """codes [E, n, k] uint8 below 16, scales [E, n, g], zero_points [E, n, g] uint8 or None."""
+    """codes [E, n, k] uint8 below 16, scales [E, n, g], zero_points [E, n, g] uint8 or None.
+
+    `padding` is the code past the last row and column, where the packed form has 0: no kernel may
+    depend on it.
+    """
 
     codes: Tensor
     scales: Tensor
     zero_points: Tensor | None
     group_size: int
+    padding: int = 0
 
-    @property
-    def words(self) -> Tensor:
-        return pack_codes(self.codes, 4).view(torch.int16)
+    def words(self, num_parts: int = 1) -> Tensor:
+        """`[E, P, T, B, 64, 32]` int16."""
+        codes = self.codes.unflatten(1, (num_parts, -1))
+        n, k = codes.shape[2:]
+        missing = (0, -k % 128, 0, -n % TILE_ROWS)
+        codes = functional.pad(codes, missing, value=self.padding)
+        return tile_rows(pack_codes(codes, 4)).contiguous().view(torch.int16)
+
+    def in_memory(self, memory: Memory, num_parts: int = 1) -> tuple[Tensor | None, ...]:
+        """Words, then scales and zero points `[E, g, n]`, as kernels take them."""
+        zero_points = None if self.zero_points is None else self.zero_points.transpose(1, 2)
+        tensors = (self.words(num_parts), self.scales.transpose(1, 2), zero_points)
+        return tuple(memory.holding(tensor) for tensor in tensors)
 
     @property
     def dense(self) -> Tensor:
@@ -196,19 +213,19 @@ def run_count(routing: Routing, *, block_r: int = 16) -> Tensor:
 
 
 def run_place(
-    routing: Routing, *, block_m: int = 16, counts: Tensor | None = None, block_r: int = 16
+    routing: Routing, *, rows: int = 16, counts: Tensor | None = None, block_r: int = 16
 ) -> Placed:
+    """Sorted routes, in tiles of `rows`."""
     memory = Memory()
     e, num_routes = routing.num_experts, routing.num_routes
-    num_tiles = -(-num_routes // block_m) + e
+    num_tiles = -(-num_routes // max(rows, 1)) + e
     sizes = (num_routes, e + 1, num_tiles, num_tiles, 1)
     placed = Placed(*(memory.poisoned(size, dtype=torch.int32) for size in sizes))
     launch(
         *(place_kernel, (e,), *memory.routing(routing), memory.holding(counts), *placed.tensors),
-        num_routes,
+        *(num_routes, rows),
         **routing.constexprs,
         E_BLOCK=1 << (e - 1).bit_length(),
-        BLOCK_M=block_m,
         BLOCK_R=block_r,
     )
     memory.check()
@@ -226,25 +243,85 @@ def run_gate_up(
     topk_weights: Tensor | None = None,
     padding: int = 0,
     block_m: int = 16,
-    block_n: int = 16,
+    block_n: int = 64,
+    is_joint: bool = False,
 ) -> Tensor:
     """hidden `[R, N]`: by place, or by route in direct mode (`placed` is None)."""
     memory = Memory()
-    rows, k = stack.codes.shape[1:]
-    n = rows // (2 if activation.is_gated else 1)
+    num_parts = 2 if activation.is_gated else 1
+    k, n = stack.codes.shape[2], stack.codes.shape[1] // num_parts
     hidden = memory.poisoned(routing.num_routes, n, dtype=x.dtype)
-    held = memory.holding(x, padding=padding)
     launch(
-        *(gate_up_kernel, (-(-n // block_n), _num_tiles(routing, placed)), held),
-        *(memory.holding(tensor) for tensor in (stack.words, stack.scales, stack.zero_points)),
+        *(gate_up_kernel, (-(-n // block_n), _num_tiles(routing, placed), 1)),
+        memory.holding(x, padding=padding),
+        *stack.in_memory(memory, num_parts),
         memory.holding(bias),
         *memory.routing(routing),
         memory.holding(topk_weights),
         *((None,) * 5 if placed is None else map(memory.holding, placed.tensors)),
-        *(hidden, k + padding, routing.num_routes),
+        *(hidden, None, (k + padding) // unit_of(x.dtype), routing.num_routes),
         **(routing.constexprs | activation_constexprs(activation)),
         **{"K": k, "N": n, "TOP_K": routing.top_k, "GROUP_SIZE": stack.group_size},
-        **{"BLOCK_M": block_m, "BLOCK_N": block_n},
+        **{"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": 1},
+        **{"JOINT": is_joint, "PAIRS": False},
+    )
+    memory.check()
+    return hidden
+
+
+def run_partials(
+    x: Tensor,
+    stack: Int4Stack,
+    routing: Routing,
+    *,
+    split_k: int,
+    is_gated: bool = True,
+    padding: int = 0,
+    block_m: int = 16,
+    block_n: int = 64,
+    is_joint: bool = False,
+) -> Tensor:
+    """The products of each span of K by themselves, `[split_k, R, P * N]` fp32 by route."""
+    memory = Memory()
+    num_parts = 2 if is_gated else 1
+    rows, k = stack.codes.shape[1:]
+    n = rows // num_parts
+    partials = memory.poisoned(split_k, routing.num_routes, rows, dtype=torch.float32)
+    launch(
+        *(gate_up_kernel, (-(-n // block_n), _num_tiles(routing, None), split_k)),
+        memory.holding(x, padding=padding),
+        *(*stack.in_memory(memory, num_parts), None, *memory.routing(routing), None),
+        *(*(None,) * 6, partials, (k + padding) // unit_of(x.dtype), routing.num_routes),
+        **routing.constexprs,
+        **{"ACTIVATION": None if is_gated else "relu2", "LIMIT": None, "ALPHA": None, "BETA": None},
+        **{"K": k, "N": n, "TOP_K": routing.top_k, "GROUP_SIZE": stack.group_size},
+        **{"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split_k},
+        **{"JOINT": is_joint, "PAIRS": False},
+    )
+    memory.check()
+    return partials
+
+
+def run_activate(
+    partials: Tensor,
+    routing: Routing,
+    *,
+    activation: Activation,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    block_n: int = 64,
+) -> Tensor:
+    """hidden `[R, N]` by route; one program more than there are routes."""
+    memory = Memory()
+    n = partials.shape[2] // (2 if activation.is_gated else 1)
+    hidden = memory.poisoned(routing.num_routes, n, dtype=dtype)
+    launch(
+        *(activate_kernel, (routing.num_routes + 1, -(-n // block_n)), memory.holding(partials)),
+        *(memory.holding(bias), *memory.routing(routing), memory.holding(topk_weights)),
+        *(hidden, routing.num_routes),
+        **(routing.constexprs | activation_constexprs(activation)),
+        **{"N": n, "SPLIT_K": len(partials), "BLOCK_N": block_n},
     )
     memory.check()
     return hidden
@@ -258,22 +335,22 @@ def run_down(
     *,
     bias: Tensor | None = None,
     block_m: int = 16,
-    block_n: int = 16,
+    block_n: int = 64,
+    span: int = 1,
 ) -> Tensor:
     """y `[R, K]` by route."""
     memory = Memory()
     k, n = stack.codes.shape[1:]
     y = memory.poisoned(routing.num_routes, k, dtype=hidden.dtype)
     launch(
-        *(down_kernel, (-(-k // block_n), _num_tiles(routing, placed)), memory.holding(hidden)),
-        *(memory.holding(tensor) for tensor in (stack.words, stack.scales, stack.zero_points)),
-        memory.holding(bias),
+        *(down_kernel, (-(-k // (block_n * span)), _num_tiles(routing, placed))),
+        *(memory.holding(hidden), *stack.in_memory(memory), memory.holding(bias)),
         *memory.routing(routing),
         *((None,) * 5 if placed is None else map(memory.holding, placed.tensors)),
         *(y, routing.num_routes),
         **routing.constexprs,
         **{"K": k, "N": n, "GROUP_SIZE": stack.group_size, "BLOCK_M": block_m},
-        BLOCK_N=block_n,
+        **{"BLOCK_N": block_n, "SPAN": span, "PAIRS": False},
     )
     memory.check()
     return y
@@ -287,14 +364,15 @@ def run_combine(
     padding: int = 0,
     block_k: int = 16,
 ) -> Tensor:
-    """out `[M, K]`, its rows `padding` elements apart; what lies between them is checked."""
+    """out `[M, K]`, its rows at least `padding` elements apart; what lies between is checked."""
     memory = Memory()
-    k = y.shape[1]
-    wide = memory.poisoned(routing.num_tokens, k + padding, dtype=y.dtype)
+    k, unit = y.shape[1], unit_of(y.dtype)
+    stride = -(-(k + padding) // unit)
+    wide = memory.poisoned(routing.num_tokens, stride * unit, dtype=y.dtype)
     launch(
         *(combine_kernel, (routing.num_tokens, -(-k // block_k)), memory.holding(y)),
         *memory.routing(routing),
-        *(memory.holding(topk_weights), wide, k + padding, routing.num_tokens),
+        *(memory.holding(topk_weights), wide, stride, routing.num_tokens),
         **routing.constexprs,
         **{"K": k, "TOP_K": routing.top_k, "BLOCK_K": block_k},
     )
@@ -317,6 +395,11 @@ def run_on_nothing(kernel: object, *, num_pointers: int, absent: set[int], **con
     memory.check()
 
 
+def unit_of(dtype: torch.dtype) -> int:
+    """Elements of 16 bytes, in which kernels count how far apart rows of x and out lie."""
+    return 16 // dtype.itemsize
+
+
 def activation_constexprs(activation: Activation) -> dict[str, str | float | None]:
     return {
         "ACTIVATION": activation.name,
@@ -324,6 +407,32 @@ def activation_constexprs(activation: Activation) -> dict[str, str | float | Non
         "ALPHA": activation.alpha,
         "BETA": activation.beta,
     }
+
+
+def activation_bound(
+    activation: Activation, sums: Tensor, error: Tensor, wanted: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """How far an activation's result may lie from the oracle's.
+
+    sums `[R, P * N]` are the magnitudes of gate and up, S_g and S_u, and error is how far rounding
+    carried them, e_g and e_u. With f(gate, up) = a(gate) * b(up): |a| <= |gate| and |a'| <= 2,
+    |b| <= |up| + |beta| and |b'| <= 1 hold for every gated activation (1.1 bounds a' but for
+    situ's two factors), so f moves by at most 2 e_g (S_u + |beta| + e_u) + S_g e_u. relu2 moves by
+    at most 2 S_g e_g + e_g**2. The activation itself takes at most 16 operations and an
+    exponential, whose argument z is rounded by ROUNDING * |z| <= 2 * ROUNDING * S_g: another
+    (32 + 4 S_g) * ROUNDING of the magnitude. The last rounding is half an eps of the result, or of
+    the smallest normal number.
+    """
+    beta = abs(activation.beta)
+    if activation.is_gated:
+        (gate, up), (gate_error, up_error) = sums.chunk(2, dim=1), error.chunk(2, dim=1)
+        moved = 2 * gate_error * (up + beta + up_error) + gate * up_error
+        size = gate * (up + beta)
+    else:
+        gate, moved, size = sums, 2 * sums * error + error**2, sums**2
+    finfo = torch.finfo(dtype)
+    last = finfo.eps / 2 * (wanted.abs() + finfo.smallest_normal)
+    return moved + (32 + 4 * gate) * ROUNDING * size + last
 
 
 def _num_tiles(routing: Routing, placed: Placed | None) -> int:
@@ -386,4 +495,5 @@ def stacks(
         scales=scales.to(draw(st.sampled_from(scale_dtypes))),
         zero_points=integers(*groups) if draw(st.booleans()) else None,
         group_size=group_size,
+        padding=draw(st.sampled_from((0, 15))),
     )

@@ -16,11 +16,13 @@ from tests.moe.kernels import (
     at,
     launch,
     routings,
+    run_activate,
     run_combine,
     run_count,
     run_down,
     run_gate_up,
     run_on_nothing,
+    run_partials,
     run_place,
     sparse_memory,
     stacks,
@@ -46,7 +48,7 @@ def rows_and_weights(
     return y.to(dtype), weights
 
 
-@given(data=st.data(), routing=routings(), padding=st.sampled_from((0, 8, 3)))
+@given(data=st.data(), routing=routings(), padding=st.sampled_from((0, 8, 24)))
 @settings(max_examples=80)
 def test_sums_stay_within_their_rounding_bound(
     data: st.DataObject, routing: Routing, padding: int
@@ -98,7 +100,7 @@ def test_offsets_pass_2_to_the_31() -> None:
     launch(
         *(combine_kernel, (2, 1), at(y, room, 1, torch.float16)),
         *(torch.zeros(2, top_k, dtype=torch.int32), None, None, at(out, room, 1, torch.float16)),
-        *(stride, 2),
+        *(stride // 8, 2),
         **{"K": k, "E": 1, "NUM_GLOBAL": 1, "TOP_K": top_k, "BLOCK_K": 16},
     )
     assert (at(out, room + 2 * stride, 16, torch.float16) == 255).all()
@@ -109,7 +111,7 @@ def test_programs_past_the_last_token_write_nothing() -> None:
     routing = Routing(torch.zeros(1, 1, dtype=torch.int32), 1)
     out = torch.full((3, 4), float("nan"))
     launch(
-        *(combine_kernel, (3, 1), torch.ones(1, 4), routing.topk_ids, None, None, out, 4, 1),
+        *(combine_kernel, (3, 1), torch.ones(1, 4), routing.topk_ids, None, None, out, 1, 1),
         **{"K": 4, "E": 1, "NUM_GLOBAL": 1, "TOP_K": 1, "BLOCK_K": 4},
     )
     assert (out[0] == 1).all()
@@ -134,7 +136,7 @@ def test_empty_work_ends(has_optional: bool) -> None:
     activation=st.sampled_from(
         (Activation(), Activation(name="swigluoai", limit=0.75), Activation(name="situ"))
     ),
-    is_packed=st.booleans(),
+    mode=st.sampled_from(("packed", "direct", "split")),
     weight_on_input=st.booleans(),
 )
 @settings(max_examples=30)
@@ -142,7 +144,7 @@ def test_the_kernels_make_the_layer(
     data: st.DataObject,
     routing: Routing,
     activation: Activation,
-    is_packed: bool,
+    mode: str,
     weight_on_input: bool,
 ) -> None:
     """Against the layer's oracle; the bound follows hidden's rounding through FC2.
@@ -155,18 +157,30 @@ def test_the_kernels_make_the_layer(
     """
     dtype = data.draw(st.sampled_from(DTYPES))
     n = data.draw(st.sampled_from((32, 96)))
-    k = data.draw(st.sampled_from((64, 160)))
+    k = data.draw(st.sampled_from((64, 160, 320)))
     w13 = data.draw(stacks(routing.num_experts, 2 * n, (k, 32)))
     w2 = data.draw(stacks(routing.num_experts, k, (n, n)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32 - 1)))
     x = (2 * torch.randn(routing.num_tokens, k, generator=generator)).to(dtype)
     gates = torch.rand(routing.topk_ids.shape, generator=generator)
     placed = None
-    if is_packed:
+    if mode == "packed":
         placed = run_place(routing, counts=run_count(routing))
     on_input = gates if weight_on_input else None
-    hidden = run_gate_up(*(x, w13, routing, placed), activation=activation, topk_weights=on_input)
-    y = run_down(hidden, w2, routing, placed)
+    is_joint = data.draw(st.booleans())
+    if mode == "split":
+        partials = run_partials(x, w13, routing, split_k=3, is_joint=is_joint)
+        hidden = run_activate(
+            partials, routing, activation=activation, dtype=dtype, topk_weights=on_input
+        )
+    else:
+        hidden = run_gate_up(
+            *(x, w13, routing, placed),
+            activation=activation,
+            topk_weights=on_input,
+            is_joint=is_joint,
+        )
+    y = run_down(hidden, w2, routing, placed, span=data.draw(st.sampled_from((1, 4))))
     out = run_combine(y, routing, None if weight_on_input else gates)
     wanted = moe_reference(
         *(x, w13.dense, w2.dense, routing.topk_ids, gates),

@@ -1,6 +1,6 @@
 """FC2's kernel against its oracle, and the laws of its rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ class Case:
     bias: Tensor | None
     block_m: int
     block_n: int
+    span: int
 
     def run(self, placed: Placed | None) -> Tensor:
         hidden = self.hidden
@@ -58,10 +59,11 @@ class Case:
             bias=self.bias,
             block_m=self.block_m,
             block_n=self.block_n,
+            span=self.span,
         )
 
     def run_packed(self) -> Tensor:
-        return self.run(run_place(self.routing, block_m=self.block_m))
+        return self.run(run_place(self.routing, rows=self.block_m))
 
 
 @st.composite
@@ -70,7 +72,8 @@ def cases(draw: st.DrawFn) -> Case:
     routing = draw(routings(max_tokens=5, max_experts=4))
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.sampled_from(SHAPES))
-    k = draw(st.integers(1, 70))
+    # Less than a tile of rows, whole ones, and ends in the first or last of a span's blocks.
+    k = draw(st.integers(1, 70) | st.sampled_from((128, 130, 192, 300, 520)))
     stack = draw(stacks(routing.num_experts, k, shape))
     hidden = 4 * torch.randn(routing.num_routes, shape[0], generator=generator)
     hidden[torch.tensor(routing.experts) < 0] = float("nan")
@@ -79,8 +82,9 @@ def cases(draw: st.DrawFn) -> Case:
         bias = torch.randn(routing.num_experts, k, generator=generator).to(dtype)
     return Case(
         *(hidden.to(dtype), stack, routing, bias),
-        block_m=draw(st.sampled_from((1, 4, 16))),
-        block_n=draw(st.sampled_from((16, 32))),
+        block_m=draw(st.sampled_from((1, 8, 16, 64))),
+        block_n=draw(st.sampled_from((64, 128))),
+        span=draw(st.sampled_from((1, 2, 4))),
     )
 
 
@@ -135,16 +139,51 @@ def test_permuting_tokens_permutes_rows_to_the_bit(case: Case, seed: int) -> Non
         *(case.hidden[routes], case.stack, case.routing.at_tokens(order), case.bias),
         block_m=case.block_m,
         block_n=case.block_n,
+        span=case.span,
     )
     torch.testing.assert_close(
         moved.run_packed(), case.run_packed()[routes], rtol=0, atol=0, equal_nan=True
     )
 
 
+@given(case=cases())
+@settings(max_examples=30)
+def test_a_row_s_bits_do_not_depend_on_the_span(case: Case) -> None:
+    """One block of rows a program, or several after one another."""
+    found = [replace(case, span=span).run_packed() for span in (1, 2, 8)]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[2], found[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("shape", [(96, 96), (160, 32), (320, 64), (128, 128)])
+@pytest.mark.parametrize("has_zero_points", [True, False])
+def test_what_lies_past_the_end_reaches_no_output(
+    shape: tuple[int, int], block_n: int, has_zero_points: bool
+) -> None:
+    """Codes of 0 and of 15 there, and scales of NaN: those of the last group end at guards."""
+    n, group_size = shape
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (1, 65, n), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(1, 65, n // group_size, generator=generator).half() / n
+    zeros = torch.full(scales.shape, 7, dtype=torch.uint8) if has_zero_points else None
+    hidden = torch.randn(3, n, generator=generator).half()
+    routing = Routing(torch.zeros(3, 1, dtype=torch.int32), 1)
+    found = []
+    for padding in (0, 15):
+        stack = Int4Stack(codes, scales, zeros, group_size, padding)
+        case = Case(*(hidden, stack, routing, None), block_m=4, block_n=block_n, span=4)
+        runs = [case.run_packed(), case.run(None)]
+        for y in runs:
+            check(case, y)
+        found.append(torch.cat(runs))
+    assert torch.equal(*found)
+
+
 def test_offsets_pass_2_to_the_31() -> None:
-    """The last of 2**22 + 2 experts, place 2**24 + 1 of hidden, route 2**28 + 1 of y."""
+    """The last of 2**20 + 2 experts, place 2**24 + 1 of hidden, route 2**28 + 1 of y."""
     n, k, place, route = 128, 16, 2**24 + 1, 2**27 + 1
-    num_experts = 2**31 // (k * 32) + 2
+    num_experts = 2**31 // (64 * 32) + 2
     expert = num_experts - 1
     # Bytes before each pointer, so that an offset that wraps to negative reads zeros.
     room = 2**32
@@ -156,7 +195,8 @@ def test_offsets_pass_2_to_the_31() -> None:
     drawn = torch.randint(0, 16, (1, k, n), dtype=torch.uint8, generator=generator)
     stack = Int4Stack(drawn, torch.full((1, k, 1), 0.0625, dtype=torch.float16), None, n)
     row = torch.randn(1, n, generator=generator).half()
-    at(codes, room + 2 * expert * k * 32, k * 32, torch.int16).copy_(stack.words.flatten())
+    words = stack.words().flatten()
+    at(codes, room + 2 * expert * len(words), len(words), torch.int16).copy_(words)
     at(scales, 2 * expert * k, k, torch.float16).fill_(0.0625)
     at(hidden, room + 2 * place * n, n, torch.float16).copy_(row[0])
     at(routes, 4 * place, 1, torch.int32).fill_(route)
@@ -168,11 +208,11 @@ def test_offsets_pass_2_to_the_31() -> None:
         *(at(ends, 0, 1, torch.int32), torch.tensor([expert]).int(), torch.tensor([place]).int()),
         *(torch.ones(1, dtype=torch.int32), at(y, room, 1, torch.float16), route + 1),
         **{"K": k, "N": n, "E": num_experts, "NUM_GLOBAL": num_experts, "GROUP_SIZE": n},
-        **{"BLOCK_M": 1, "BLOCK_N": 16},
+        **{"BLOCK_M": 1, "BLOCK_N": 64, "SPAN": 1, "PAIRS": False},
     )
     got = at(y, room + 2 * route * k, k, torch.float16)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int32), 1)
-    check(Case(row, stack, routing, None, block_m=1, block_n=16), got.view(1, k))
+    check(Case(row, stack, routing, None, block_m=1, block_n=64, span=1), got.view(1, k))
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -188,5 +228,5 @@ def test_empty_work_ends(is_packed: bool, has_optional: bool) -> None:
         absent=absent,
         dtypes=floats | {1: torch.int16, 3: torch.uint8},
         **{"K": 6144, "N": 512, "E": 256, "NUM_GLOBAL": 512, "GROUP_SIZE": 128},
-        **{"BLOCK_M": 16, "BLOCK_N": 64},
+        **{"BLOCK_M": 16, "BLOCK_N": 64, "SPAN": 4, "PAIRS": False},
     )

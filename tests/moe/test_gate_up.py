@@ -17,12 +17,15 @@ from tests.moe.kernels import (
     Int4Stack,
     Placed,
     Routing,
+    activation_bound,
     activation_constexprs,
     at,
     launch,
     routings,
+    run_activate,
     run_gate_up,
     run_on_nothing,
+    run_partials,
     run_place,
     sparse_memory,
     stacks,
@@ -36,6 +39,8 @@ SHAPES = (
     *((96, 32), (160, 32), (192, 64), (320, 64), (352, 32), (96, 96), (160, 160), (200, 200)),
     *((64, 64), (32, 32), (40, 40)),
 )
+# Less than a tile of rows, whole ones, and a few past them.
+COLUMNS = st.integers(1, 40) | st.sampled_from((63, 64, 65, 128, 130))
 # Limits that values of about 1 reach.
 ACTIVATIONS = (
     *(Activation(), Activation(limit=0.5), Activation(name="relu2"), Activation(name="situ")),
@@ -56,6 +61,7 @@ class Case:
     padding: int
     block_m: int
     block_n: int
+    is_joint: bool = False
 
     def run(self, placed: Placed | None) -> Tensor:
         """By route, whatever the mode."""
@@ -67,11 +73,32 @@ class Case:
             padding=self.padding,
             block_m=self.block_m,
             block_n=self.block_n,
+            is_joint=self.is_joint,
         )
         return hidden if placed is None else placed.by_route(hidden)
 
     def run_packed(self) -> Tensor:
-        return self.run(run_place(self.routing, block_m=self.block_m))
+        return self.run(run_place(self.routing, rows=self.block_m))
+
+    def run_spans(self, split_k: int) -> Tensor:
+        return run_partials(
+            *(self.x, self.stack, self.routing),
+            split_k=split_k,
+            is_gated=self.activation.is_gated,
+            padding=self.padding,
+            block_m=self.block_m,
+            block_n=self.block_n,
+            is_joint=self.is_joint,
+        )
+
+    def run_split(self, split_k: int) -> Tensor:
+        return run_activate(
+            *(self.run_spans(split_k), self.routing),
+            activation=self.activation,
+            dtype=self.x.dtype,
+            bias=self.bias,
+            topk_weights=self.topk_weights,
+        )
 
     def at_tokens(self, order: Tensor) -> "Case":
         weights = None if self.topk_weights is None else self.topk_weights[order]
@@ -84,14 +111,14 @@ class Case:
 def cases(
     draw: st.DrawFn,
     shapes: tuple[tuple[int, int], ...] = SHAPES,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    columns: st.SearchStrategy[int] = COLUMNS,
 ) -> Case:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     routing = draw(routings(max_tokens=5, max_experts=4))
-    dtype = draw(st.sampled_from(dtypes))
+    dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.sampled_from(shapes))
     activation = draw(st.sampled_from(ACTIVATIONS))
-    rows = draw(st.integers(1, 40)) * (2 if activation.is_gated else 1)
+    rows = draw(columns) * (2 if activation.is_gated else 1)
     stack = draw(stacks(routing.num_experts, rows, shape))
     weights, bias = None, None
     if draw(st.booleans()):
@@ -101,9 +128,10 @@ def cases(
     x = 4 * torch.randn(routing.num_tokens, shape[0], generator=generator)
     return Case(
         *(x.to(dtype), stack, routing, activation, bias, weights),
-        padding=draw(st.sampled_from((0, 8, 33))),
-        block_m=draw(st.sampled_from((1, 4, 16))),
-        block_n=draw(st.sampled_from((16, 32))),
+        padding=draw(st.sampled_from((0, 8, 40))),
+        block_m=draw(st.sampled_from((1, 8, 16, 64))),
+        block_n=draw(st.sampled_from((64, 128))),
+        is_joint=draw(st.booleans()),
     )
 
 
@@ -111,34 +139,28 @@ def bound_of(case: Case, wanted: Tensor) -> Tensor:
     """How far rounding may carry hidden from the oracle.
 
     A product of k columns is at most 2k + 16 fp32 operations in a row (products, sums within a
-    group, scaling, sums over groups, router weight, bias), each off by at most ROUNDING of the sum
-    of magnitudes S. So gate is off by e_g = (2k + 16) * ROUNDING * S_g, and up likewise.
-    With f(gate, up) = a(gate) * b(up): |a| <= |gate| and |a'| <= 2, |b| <= |up| + |beta| and
-    |b'| <= 1 hold for every gated activation (1.1 bounds a' but for situ's two factors), so f moves
-    by at most 2 e_g (S_u + |beta| + e_u) + S_g e_u. relu2 moves by at most 2 S_g e_g + e_g**2.
-    The activation itself takes at most 16 operations and an exponential, whose argument z is
-    rounded by ROUNDING * |z| <= 2 * ROUNDING * S_g: another (32 + 4 S_g) * ROUNDING of the
-    magnitude. The last rounding is half an eps of the result, or of the smallest normal number.
+    group, scaling, sums over groups and over at most 8 spans, router weight, bias), each off by at
+    most ROUNDING of the sum of magnitudes S. So gate is off by e_g = (2k + 16) * ROUNDING * S_g,
+    and up likewise; `activation_bound` has the rest.
     """
-    routing, beta = case.routing, abs(case.activation.beta)
+    sums = magnitudes(case)
+    error = (2 * case.x.shape[1] + 16) * ROUNDING * sums
+    return activation_bound(case.activation, sums, error, wanted, case.x.dtype)
+
+
+def magnitudes(case: Case) -> Tensor:
+    """Sums of magnitudes of gate and up, `[R, P * N]`; 0 where there is no route."""
     dense = case.stack.dense.abs()
-    sums = torch.zeros(len(routing.experts), dense.shape[1], dtype=torch.float64)
-    for route, expert in enumerate(routing.experts):
-        sums[route] = dense[expert] @ case.x[route // routing.top_k].double().abs()
+    sums = torch.zeros(case.routing.num_routes, dense.shape[1], dtype=torch.float64)
+    for route, expert in enumerate(case.routing.experts):
+        if expert < 0:
+            continue
+        sums[route] = dense[expert] @ case.x[route // case.routing.top_k].double().abs()
         if case.topk_weights is not None:
             sums[route] *= float(case.topk_weights.flatten()[route])
         if case.bias is not None:
             sums[route] += case.bias[expert].double().abs()
-    error = (2 * dense.shape[2] + 16) * ROUNDING * sums
-    if case.activation.is_gated:
-        (gate, up), (gate_error, up_error) = sums.chunk(2, dim=1), error.chunk(2, dim=1)
-        moved = 2 * gate_error * (up + beta + up_error) + gate * up_error
-        size = gate * (up + beta)
-    else:
-        gate, moved, size = sums, 2 * sums * error + error**2, sums**2
-    finfo = torch.finfo(case.x.dtype)
-    last = finfo.eps / 2 * (wanted.abs() + finfo.smallest_normal)
-    return moved + (32 + 4 * gate) * ROUNDING * size + last
+    return sums
 
 
 def check(case: Case, hidden: Tensor) -> None:
@@ -169,8 +191,87 @@ def test_direct_mode_stays_within_its_rounding_bound(case: Case) -> None:
     check(case, case.run(None))
 
 
-@given(case=cases(shapes=((2880, 32), (2880, 2880))))
-@settings(max_examples=12)
+@given(case=cases(), split_k=st.sampled_from((2, 3, 8)))
+@settings(max_examples=40)
+def test_split_sums_stay_within_their_rounding_bound(case: Case, split_k: int) -> None:
+    """Spans of one block and more, and more spans than there are blocks."""
+    check(case, case.run_split(split_k))
+
+
+@given(case=cases(), split_k=st.sampled_from((2, 3, 8)))
+@settings(max_examples=20)
+def test_each_span_sums_its_own_blocks(case: Case, split_k: int) -> None:
+    """Within the bound of `bound_of` each; a span without a block is zeros, a lost row untouched.
+
+    NaN in all columns of x but a span's shows that no other span reads those.
+    """
+    num_blocks = -(-case.x.shape[1] // 128)
+    partials = case.run_spans(split_k)
+    is_route = torch.tensor(case.routing.experts) >= 0
+    assert partials[:, ~is_route].isnan().all()
+    plain = replace(case, bias=None, topk_weights=None)
+    for span in range(split_k):
+        blocks = range(span * num_blocks // split_k, (span + 1) * num_blocks // split_k)
+        columns = slice(128 * blocks.start, 128 * blocks.stop)
+        x = torch.zeros_like(case.x)
+        x[:, columns] = case.x[:, columns]
+        alone = replace(plain, x=x)
+        wanted = torch.zeros_like(partials[span], dtype=torch.float64)
+        for route, expert in enumerate(case.routing.experts):
+            row = x[route // case.routing.top_k].double()
+            wanted[route] = case.stack.dense[max(expert, 0)] @ row
+        bound = (2 * case.x.shape[1] + 16) * ROUNDING * magnitudes(alone)
+        assert ((partials[span].double() - wanted).abs() <= bound)[is_route].all()
+        x = torch.full_like(case.x, float("nan"))
+        x[:, columns] = case.x[:, columns]
+        others = replace(plain, x=x).run_spans(split_k)[span]
+        torch.testing.assert_close(others, partials[span], rtol=0, atol=0, equal_nan=True)
+
+
+@given(case=cases(), split_k=st.sampled_from((2, 3)))
+@settings(max_examples=15)
+def test_a_split_row_s_bits_do_not_depend_on_other_rows(case: Case, split_k: int) -> None:
+    together, top_k = case.run_split(split_k), case.routing.top_k
+    for token in range(case.routing.num_tokens):
+        alone = case.at_tokens(torch.tensor([token])).run_split(split_k)
+        rows = together[token * top_k : (token + 1) * top_k]
+        torch.testing.assert_close(alone, rows, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("shape", [(96, 96), (160, 32), (320, 64), (128, 128)])
+@pytest.mark.parametrize("has_zero_points", [True, False])
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_what_lies_past_the_end_reaches_no_output(
+    shape: tuple[int, int], block_n: int, has_zero_points: bool, is_joint: bool
+) -> None:
+    """Codes of 0 and of 15 there, and scales of NaN: those of one group end where guards begin."""
+    k, group_size = shape
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (1, 65, k), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(1, 65, k // group_size, generator=generator).half() / k
+    zeros = torch.full(scales.shape, 7, dtype=torch.uint8) if has_zero_points else None
+    x = torch.randn(3, k, generator=generator).half()
+    routing = Routing(torch.zeros(3, 1, dtype=torch.int32), 1)
+    found = []
+    for padding in (0, 15):
+        stack = Int4Stack(codes, scales, zeros, group_size, padding)
+        case = Case(
+            *(x, stack, routing, Activation(name="relu2"), None, None),
+            padding=8,
+            block_m=4,
+            block_n=block_n,
+            is_joint=is_joint,
+        )
+        runs = [case.run_packed(), case.run(None), case.run_split(2)]
+        for hidden in runs:
+            check(case, hidden)
+        found.append(torch.cat(runs))
+    assert torch.equal(*found)
+
+
+@given(case=cases(shapes=((2880, 32), (2880, 2880)), columns=st.integers(1, 20)))
+@settings(max_examples=8)
 def test_a_long_row_with_a_ragged_last_block(case: Case) -> None:
     check(case, case.run_packed())
 
@@ -255,7 +356,7 @@ def test_zero_points_of_0_to_16_are_exact(dtype: torch.dtype) -> None:
 def test_offsets_pass_2_to_the_31() -> None:
     """Token 1 of rows 2**31 apart, the last of 2**21 + 2 experts, place 2**28 of hidden."""
     k, n, place = 128, 8, 2**28
-    num_experts, stride = 2**31 // (2 * n * 32) + 2, 2**31 + 8
+    num_experts, stride = 2**31 // (2 * 64 * 32) + 2, 2**31 + 8
     expert = num_experts - 1
     # Bytes before each pointer, so that an offset that wraps to negative reads zeros.
     room = 2**32
@@ -268,7 +369,8 @@ def test_offsets_pass_2_to_the_31() -> None:
     drawn = torch.randint(0, 16, (1, 2 * n, k), dtype=torch.uint8, generator=generator)
     stack = Int4Stack(drawn, torch.full((1, 2 * n, 1), 0.0625, dtype=torch.float16), None, k)
     x = torch.randn(1, k, generator=generator).half()
-    at(codes, room + 2 * expert * 2 * n * 32, 2 * n * 32, torch.int16).copy_(stack.words.flatten())
+    words = stack.words(2).flatten()
+    at(codes, room + 2 * expert * len(words), len(words), torch.int16).copy_(words)
     at(scales, 2 * expert * 2 * n, 2 * n, torch.float16).fill_(0.0625)
     at(rows, room + 2 * stride, k, torch.float16).copy_(x[0])
     at(routes, 4 * place, 1, torch.int32).fill_(1)
@@ -280,32 +382,70 @@ def test_offsets_pass_2_to_the_31() -> None:
         *(at(codes, room, 1, torch.int16), at(scales, 0, 1, torch.float16), None, None),
         *(torch.zeros(1, dtype=torch.int32), None, None, at(routes, 0, 1, torch.int32)),
         *(at(ends, 0, 1, torch.int32), torch.tensor([expert]).int(), torch.tensor([place]).int()),
-        *(torch.ones(1, dtype=torch.int32), at(hidden, room, 1, torch.float16), stride, place + 1),
+        *(torch.ones(1, dtype=torch.int32), at(hidden, room, 1, torch.float16), None),
+        *(stride // 8, place + 1),
         **activation_constexprs(Activation()),
         **{"K": k, "N": n, "E": num_experts, "NUM_GLOBAL": num_experts, "TOP_K": 1},
-        **{"GROUP_SIZE": k, "BLOCK_M": 1, "BLOCK_N": 8},
+        **{
+            "GROUP_SIZE": k,
+            "BLOCK_M": 1,
+            "BLOCK_N": 64,
+            "SPLIT_K": 1,
+            "JOINT": False,
+            "PAIRS": False,
+        },
     )
     got = at(hidden, room + 2 * place * n, n, torch.float16)
     routing = Routing(torch.zeros(1, 1, dtype=torch.int32), 1)
-    case = Case(x, stack, routing, Activation(), None, None, padding=0, block_m=1, block_n=8)
+    case = Case(x, stack, routing, Activation(), None, None, padding=0, block_m=1, block_n=64)
     check(case, got.view(1, n))
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
+def test_offsets_of_partials_pass_2_to_the_31() -> None:
+    """Span 1 of 2**28 + 1 routes, of which the first is run."""
+    k, n, num_routes = 256, 8, 2**28 + 1
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 16, (1, 2 * n, k), dtype=torch.uint8, generator=generator)
+    stack = Int4Stack(drawn, torch.full((1, 2 * n, 2), 0.0625), None, 128)
+    x = torch.randint(-8, 8, (1, k), generator=generator).float()
+    # Bytes before the pointer, so that an offset that wraps to negative writes there.
+    room = 2**33
+    partials = sparse_memory(room + 4 * num_routes * 2 * n + 2**20)
+    launch(
+        *(gate_up_kernel, (1, 1, 2), x, stack.words(2), stack.scales.transpose(1, 2).contiguous()),
+        *(None, None, torch.zeros(1, dtype=torch.int32), None, None, *(None,) * 6),
+        *(at(partials, room, 1, torch.float32), k // 4, num_routes),
+        **{"ACTIVATION": None, "LIMIT": None, "ALPHA": None, "BETA": None},
+        **{"K": k, "N": n, "E": 1, "NUM_GLOBAL": 1, "TOP_K": 1, "GROUP_SIZE": 128},
+        **{"BLOCK_M": 1, "BLOCK_N": 64, "SPLIT_K": 2, "JOINT": False, "PAIRS": False},
+    )
+    for span in range(2):
+        got = at(partials, room + 4 * span * num_routes * 2 * n, 2 * n, torch.float32)
+        columns = slice(128 * span, 128 * span + 128)
+        # Sixteenths of small integers, which fp32 sums exactly.
+        wanted = stack.dense[0][:, columns] @ x[0, columns].double()
+        assert wanted.any()
+        assert torch.equal(got.double(), wanted)
+
+
+@pytest.mark.parametrize("mode", ["packed", "direct", "split"])
 @pytest.mark.parametrize("has_optional", [True, False])
-def test_empty_work_ends(is_packed: bool, has_optional: bool) -> None:
-    absent = set() if is_packed else {8, 9, 10, 11, 12}
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_empty_work_ends(mode: str, has_optional: bool, is_joint: bool) -> None:
+    absent = set() if mode == "packed" else {8, 9, 10, 11, 12}
+    absent |= {13} if mode == "split" else {14}
     absent |= set() if has_optional else {3, 4, 6, 7}
     floats = dict.fromkeys((0, 2, 4, 7, 13), torch.float16)
     run_on_nothing(
         gate_up_kernel,
-        num_pointers=14,
+        num_pointers=15,
         num_integers=2,
         absent=absent,
-        dtypes=floats | {1: torch.int16, 3: torch.uint8},
+        dtypes=floats | {1: torch.int16, 3: torch.uint8, 14: torch.float32},
         **activation_constexprs(Activation()),
         **{"K": 6144, "N": 512, "E": 256, "NUM_GLOBAL": 512, "TOP_K": 8, "GROUP_SIZE": 128},
-        **{"BLOCK_M": 16, "BLOCK_N": 64},
+        **{"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 4 if mode == "split" else 1},
+        **{"JOINT": is_joint, "PAIRS": False},
     )
 
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firesteel.errors import InvalidArgumentError, NotPlannedError, UnsupportedError
-from firesteel.launch import plan
+from firesteel.launch import Launch, Stride, plan
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
-from firesteel.moe.plan import block_m, num_blocks, select, workspace
+from firesteel.moe.plan import BATCH_INVARIANT, TILES, num_blocks, select, tile_of, workspace
 from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
@@ -25,15 +25,24 @@ GLM = geometry("glm-5.2", tensor_parallel=4)
 def specs(draw: st.DrawFn) -> MoeSpec:
     experts = draw(st.sampled_from((1, 2, 7, 8, 60, 128, 1100)))
     return MoeSpec(
-        hidden_size=draw(st.sampled_from((128, 352, 2880))),
+        # Short and long enough to split; whole blocks and tiles of rows, and not.
+        hidden_size=draw(st.sampled_from((128, 352, 2048, 2880))),
         intermediate_size=draw(st.sampled_from((32, 160, 512))),
         num_experts=experts,
         top_k=draw(st.integers(1, min(experts, 10))),
-        w13=Int4Weights(group_size=32),
+        w13=Int4Weights(group_size=32, has_bias=draw(st.booleans())),
         w2=Int4Weights(group_size=32),
+        activation=draw(st.sampled_from((Activation(), Activation(name="relu2")))),
+        weight_on_input=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         pdl=draw(st.booleans()),
     )
+
+
+def argument(launch: Launch, name: str) -> object:
+    """What a launch passes for a parameter."""
+    names = [parameter for parameter, _ in launch.key.arguments]
+    return launch.arguments[names.index(name)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,8 @@ def test_blocks_are_those_of_the_reference_geometry(tokens: int, rows: int, bloc
 
 
 @given(
-    counts=st.lists(st.integers(0, 70), min_size=1, max_size=40), rows=st.sampled_from((8, 16, 64))
+    counts=st.lists(st.integers(0, 70), min_size=1, max_size=40),
+    rows=st.sampled_from((8, 16, 32, 64)),
 )
 def test_any_routing_fits_in_the_blocks(counts: list[int], rows: int) -> None:
     needed = sum(math.ceil(count / rows) for count in counts)
@@ -82,7 +92,9 @@ def test_grids_cover_every_route_row_and_column(spec: MoeSpec, num_tokens: int) 
     gate_up, down = launches["gate_up_kernel"], launches["down_kernel"]
     for launch, columns in ((gate_up, spec.intermediate_size), (down, spec.hidden_size)):
         constants = dict(launch.key.constexprs)
-        assert launch.grid[0] * constants["BLOCK_N"] >= columns
+        # A program of FC2 does several blocks; none would have nothing to do.
+        each = constants["BLOCK_N"] * constants.get("SPAN", 1)
+        assert launch.grid[0] == math.ceil(columns / each)
         tiles = num_blocks(routes, spec.num_experts, constants["BLOCK_M"])
         assert launch.grid[1] == (tiles if "place_kernel" in launches else routes)
         assert launch.grid[1] <= 65535
@@ -92,9 +104,43 @@ def test_grids_cover_every_route_row_and_column(spec: MoeSpec, num_tokens: int) 
     if "place_kernel" in launches:
         place = dict(launches["place_kernel"].key.constexprs)
         assert place["E_BLOCK"] >= spec.num_experts
-        assert place["BLOCK_M"] == dict(gate_up.key.constexprs)["BLOCK_M"]
-        # One program counts all routes, or another launch has counted them.
-        assert "count_kernel" in launches or place["BLOCK_R"] >= routes
+        # The tiles that are laid out are those that both products work through.
+        rows = argument(launches["place_kernel"], "tile_rows")
+        assert rows == tile_of(spec, routes).rows
+        assert all(dict(each.key.constexprs)["BLOCK_M"] == rows for each in (gate_up, down))
+        # A program counts so many routes itself, or another launch has counted them.
+        assert "count_kernel" in launches or routes <= 4096
+        assert "counts_ptr" in dict(launches["place_kernel"].key.arguments) or (
+            "count_kernel" not in launches
+        )
+
+
+@given(spec=specs(), num_tokens=st.integers(1, 3000))
+def test_split_sums_are_added_up(spec: MoeSpec, num_tokens: int) -> None:
+    """Spans of FC1 write `partials`, and `activate` reads as many of the same routes."""
+    launches = {launch.key.name: launch for launch in select(spec, num_tokens, IDS)}
+    routes = num_tokens * spec.top_k
+    gate_up = launches["gate_up_kernel"]
+    spans = dict(gate_up.key.constexprs)["SPLIT_K"]
+    assert gate_up.grid[2] == spans
+    assert ("activate_kernel" in launches) == (spans > 1)
+    written = {"partials_ptr", "hidden_ptr"} & set(dict(gate_up.key.arguments))
+    assert written == {"partials_ptr" if spans > 1 else "hidden_ptr"}
+    if spans == 1:
+        return
+    assert "place_kernel" not in launches
+    activate = launches["activate_kernel"]
+    constants = dict(activate.key.constexprs)
+    assert constants["SPLIT_K"] == spans
+    # No span is without a block, so that none is only for zeros.
+    assert spans * 128 <= spec.hidden_size
+    assert activate.grid[0] == argument(activate, "R") == argument(gate_up, "R") == routes
+    assert activate.grid[1] == math.ceil(spec.intermediate_size / constants["BLOCK_N"])
+    # Bias and router weight come after the whole sum, and once.
+    pointers = set(dict(activate.key.arguments))
+    assert ("bias_ptr" in pointers) == spec.w13.has_bias
+    assert ("topk_weights_ptr" in pointers) == spec.weight_on_input
+    assert not {"bias_ptr", "topk_weights_ptr"} & set(dict(gate_up.key.arguments))
 
 
 @given(spec=specs(), num_tokens=st.integers(0, 2000))
@@ -104,22 +150,63 @@ def test_regions_hold_what_the_launches_write(spec: MoeSpec, num_tokens: int) ->
     assert sizes["route_ids"] >= routes
     assert sizes["hidden"] >= routes * spec.intermediate_size
     assert sizes["y"] >= routes * spec.hidden_size
-    if num_tokens:
-        rows = block_m(spec, routes)
-        assert sizes["block_row"] >= num_blocks(routes, spec.num_experts, rows)
+    assert sizes["num_blocks"] == 1
+    assert sizes["expert_offsets"] == spec.num_experts + 1
+    tiles = num_blocks(routes, spec.num_experts, tile_of(spec, routes).rows)
+    launches = {launch.key.name: launch for launch in select(spec, num_tokens, IDS)}
+    if "place_kernel" in launches:
+        assert min(sizes["block_row"], sizes["block_expert"]) >= tiles
+    if "activate_kernel" in launches:
+        spans = launches["gate_up_kernel"].grid[2]
+        assert sizes["partials"] >= spans * routes * spec.num_parts * spec.intermediate_size
+
+
+@given(spec=specs(), counts=st.lists(st.integers(0, 3000), min_size=2, max_size=2))
+def test_regions_never_shrink(spec: MoeSpec, counts: list[int]) -> None:
+    fewer, more = (workspace(spec, count) for count in sorted(counts))
+    for small, large in zip(fewer, more, strict=True):
+        assert small.name == large.name
+        assert math.prod(small.shape) <= math.prod(large.shape)
+
+
+def test_tiles_grow_with_the_routes_an_expert_has() -> None:
+    bounds = [bound for bound, _ in TILES]
+    sizes = [tile.rows for _, tile in TILES]
+    assert bounds == sorted(set(bounds))
+    assert bounds[-1] == math.inf
+    assert sizes == sorted(set(sizes)) == [8, 16, 32, 64]
+    for bound, tile in TILES[:-1]:
+        at = int(bound * GLM.num_experts)
+        assert tile_of(GLM, at - 1) is tile
+        assert tile_of(GLM, at) is not tile
+    assert tile_of(GLM, 1 << 30) is TILES[-1][1]
+    assert tile_of(replace(GLM, batch_invariant=True), 1) is BATCH_INVARIANT
+
+
+def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:
+    found = {
+        value.tensor
+        for launch in select(GLM, 1, IDS)
+        for value in launch.arguments
+        if isinstance(value, Stride)
+    }
+    assert found == {"x", "out"}
+    units = {operand.name: operand.row_unit for operand in GLM.operands(IDS)}
+    assert {name for name, unit in units.items() if unit != 1} == found
+    assert all(units[name] * 2 == 16 for name in found)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_each_named_geometry_plans(name: str) -> None:
     group_size = 64 if name == "gpt-oss-120b" else 128
     made = plan(geometry(name, group_size=group_size), 300)
-    assert len(made.keys) <= 20
+    assert len(made.keys) <= 22
     assert all(table.resolve(0) == () for table in made.tables.values())
 
 
 def test_the_reference_plan_has_few_keys() -> None:
-    assert len(plan(GLM, 8192).keys) == 16
-    assert len(plan(GLM, 8192, flags={"ids": ["i32"]}).keys) == 10
+    assert len(plan(GLM, 8192).keys) == 22
+    assert len(plan(GLM, 8192, flags={"ids": ["i32"]}).keys) == 15
     assert len(plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]}).keys) <= 6
 
 
@@ -127,6 +214,8 @@ def test_a_batch_invariant_plan_multiplies_in_one_way() -> None:
     made = plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]})
     for name in ("gate_up_kernel", "down_kernel", "combine_kernel"):
         assert sum(key.name == name for key in made.keys) == 1
+    assert not any(key.name == "activate_kernel" for key in made.keys)
+    assert {dict(key.constexprs).get("SPLIT_K", 1) for key in made.keys} == {1}
 
 
 def test_ids_that_no_code_reads_make_no_key() -> None:
@@ -135,7 +224,7 @@ def test_ids_that_no_code_reads_make_no_key() -> None:
         k for k in made.keys if k.name == "gate_up_kernel" and dict(k.constexprs)["E"] is None
     ]
     # Of both types of ids: what sorted routes feed is compiled once.
-    assert len(packed) == 2
+    assert len(packed) == len(TILES)
     assert all("topk_ids_ptr" not in dict(key.arguments) for key in packed)
 
 
@@ -186,7 +275,14 @@ def test_an_activation_that_is_not_gated_has_one_part() -> None:
         activation=Activation(name="relu2"),
     )
     shapes = {operand.name: operand.shape for operand in spec.operands(IDS)}
-    assert shapes["w13.codes"] == (8, 128, 2, 32)
+    assert shapes["w13.codes"] == (8, 1, 2, 2, 64, 32)
+    assert shapes["w13.scales"] == (8, 2, 128)
+    gated = replace(spec, activation=Activation())
+    shapes = {operand.name: operand.shape for operand in gated.operands(IDS)}
+    assert shapes["w13.codes"] == (8, 2, 2, 2, 64, 32)
+    assert shapes["w13.scales"] == (8, 2, 256)
+    assert shapes["w2.codes"] == (8, 1, 4, 1, 64, 32)
+    assert shapes["w2.scales"] == (8, 1, 256)
 
 
 def test_a_layer_binds_the_types_of_ids_that_its_plan_holds() -> None:

@@ -16,10 +16,10 @@ def many_experts(num_experts: int, *ids: int) -> Routing:
     return Routing(torch.tensor([ids], dtype=torch.int32), num_experts)
 
 
-def check_placed(placed: Placed, routing: Routing, block_m: int) -> None:
+def check_placed(placed: Placed, routing: Routing, rows: int) -> None:
     """Against the oracle; what no route or tile has is as it was."""
     wanted = place_reference(
-        routing.topk_ids, routing.num_experts, block_m=block_m, expert_map=routing.expert_map
+        routing.topk_ids, routing.num_experts, block_m=rows, expert_map=routing.expert_map
     )
     num_blocks = len(wanted.block_expert)
     assert placed.num_blocks.tolist() == [num_blocks]
@@ -43,23 +43,23 @@ def test_counts_are_the_oracle_s(routing: Routing, block_r: int) -> None:
 
 @given(
     routing=routings(max_tokens=20),
-    block_m=st.sampled_from((1, 2, 8, 16)),
+    rows=st.sampled_from((1, 2, 8, 16, 32, 64)),
     block_r=st.sampled_from((2, 16, 256)),
     has_counts=st.booleans(),
 )
 @settings(max_examples=80)
 def test_places_and_tiles_are_the_oracle_s(
-    routing: Routing, block_m: int, block_r: int, has_counts: bool
+    routing: Routing, rows: int, block_r: int, has_counts: bool
 ) -> None:
     counts = run_count(routing) if has_counts else None
-    placed = run_place(routing, block_m=block_m, counts=counts, block_r=block_r)
-    check_placed(placed, routing, block_m)
+    placed = run_place(routing, rows=rows, counts=counts, block_r=block_r)
+    check_placed(placed, routing, rows)
 
 
 def test_the_example_of_the_module() -> None:
     routing = Routing(torch.tensor([[1, 0, -1, 1, 1]]), 3)
     assert run_count(routing).tolist() == [1, 3, 0]
-    placed = run_place(routing, block_m=2)
+    placed = run_place(routing, rows=2)
     assert placed.route_ids.tolist() == [1, 0, 3, 4, -1]
     assert placed.expert_offsets.tolist() == [0, 1, 4, 4]
     assert placed.num_blocks.tolist() == [3]
@@ -73,12 +73,28 @@ def test_more_than_1024_experts(has_counts: bool) -> None:
     counts = run_count(routing) if has_counts else None
     if counts is not None:
         assert counts.nonzero().flatten().tolist() == [0, 7, 1023, 1024, 1029]
-    check_placed(run_place(routing, block_m=2, counts=counts), routing, 2)
+    check_placed(run_place(routing, rows=2, counts=counts), routing, 2)
 
 
 def test_an_expert_with_more_tiles_than_a_program_writes_at_once() -> None:
     routing = Routing(torch.ones(70, 2, dtype=torch.int64), 3)
-    check_placed(run_place(routing, block_m=1, block_r=64), routing, 1)
+    check_placed(run_place(routing, rows=1, block_r=64), routing, 1)
+
+
+def test_tiles_of_no_rows_are_tiles_of_one() -> None:
+    """What a launch on empty work passes must not divide by it."""
+    routing = Routing(torch.tensor([[1, 0, -1, 1, 1]]), 3)
+    check_placed(run_place(routing, rows=0), routing, 1)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_an_expert_s_last_tile_is_cut_at_each_size(rows: int) -> None:
+    """Of 130 routes of expert 1, after 3 of expert 0: a tile starts every `rows` places."""
+    routing = Routing(torch.tensor([[0] * 3 + [1] * 130]), 2)
+    placed = run_place(routing, rows=rows, block_r=64)
+    check_placed(placed, routing, rows)
+    starts = list(range(3, 133, rows))
+    assert placed.block_row[: len(starts) + 1].tolist() == [0, *starts]
 
 
 def test_an_id_that_is_an_expert_s_only_in_its_low_32_bits_is_no_route() -> None:
@@ -91,8 +107,10 @@ def test_an_id_that_is_an_expert_s_only_in_its_low_32_bits_is_no_route() -> None
 
 @pytest.mark.parametrize("has_map", [True, False])
 def test_empty_work_ends(has_map: bool) -> None:
-    common = {"E": 256, "NUM_GLOBAL": 512, "BLOCK_R": 16, "dtypes": {}, "num_integers": 1}
+    common = {"E": 256, "NUM_GLOBAL": 512, "BLOCK_R": 16, "dtypes": {}}
     absent = set() if has_map else {1}
-    run_on_nothing(count_kernel, num_pointers=3, absent=absent, **common)
+    run_on_nothing(count_kernel, num_pointers=3, num_integers=1, absent=absent, **common)
     for lost in (absent, absent | {2}):
-        run_on_nothing(place_kernel, num_pointers=8, absent=lost, **common, E_BLOCK=256, BLOCK_M=16)
+        run_on_nothing(
+            place_kernel, num_pointers=8, num_integers=2, absent=lost, **common, E_BLOCK=256
+        )

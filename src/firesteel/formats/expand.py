@@ -48,10 +48,11 @@ def scaled_numbers(
     """(code - zero point or value) * scale, rounded to `dtype` once.
 
     name         shape                  dtype
-    codes        [..., n, B, 16*bits]   uint8, as `pack_codes` lays them out
+    codes        [..., n, B, 16*bits]   uint8, as `pack_codes` lays them out; rows may be strided
     scales       [..., n, g]            any float; the product is exact in fp32
     zero_points  [..., n, g]            uint8, or None for a symmetric matrix or codebook values
-    returns      [..., n, B * 128]      `dtype`; padded columns hold arbitrary finite numbers
+    returns      [..., n, B * 128]      `dtype`, contiguous; padded columns hold arbitrary finite
+                                        numbers
     """
     numbers = _numbers(codes, scheme, zero_points is not None, dtype)
     if zero_points is not None:
@@ -94,16 +95,18 @@ def _numbers(codes: Tensor, scheme: Scheme, is_asymmetric: bool, dtype: torch.dt
     element = ELEMENTS[scheme.element]
     zero_point = 0 if is_asymmetric else element.zero_point
     if element.bits == 8:
-        return codes.to(dtype).sub_(zero_point)
+        # With its high bit turned over a code less 128 is an int8.
+        integers = (codes ^ zero_point).view(torch.int8) if zero_point else codes
+        return integers.to(dtype, memory_format=torch.contiguous_format)
     width = _PLANE_WIDTH[element.bits]
     num_blocks = codes.shape[:-1].numel()
     num_planes = BLOCK_K // width
-    words = codes[..., : 2 * width].contiguous().view(torch.uint16)
+    words = codes[..., : 2 * width].view(torch.uint16)
     table = _word_table(scheme.element, zero_point, dtype, codes.device)
     numbers = _look_up(table, words, num_planes, dtype)
     if element.bits == 3:
         high = _high_table(dtype, codes.device)
-        numbers += _look_up(high, codes[..., 2 * width :].contiguous(), num_planes, dtype)
+        numbers += _look_up(high, codes[..., 2 * width :], num_planes, dtype)
     # [blocks, columns of a plane, planes]
     numbers = numbers.view(num_blocks, width, num_planes)
     if not is_interleaved(scheme):
@@ -112,7 +115,8 @@ def _numbers(codes: Tensor, scheme: Scheme, is_asymmetric: bool, dtype: torch.dt
 
 
 def _look_up(table: Tensor, words: Tensor, num_planes: int, dtype: torch.dtype) -> Tensor:
-    index = words.reshape(-1).int()
+    # One pass widens the words and puts those of strided rows in a row.
+    index = words.to(torch.int32, memory_format=torch.contiguous_format).view(-1)
     row_dtype = _ROW_DTYPE.get(num_planes * dtype.itemsize)
     if row_dtype is None:
         return table[index]

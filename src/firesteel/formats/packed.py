@@ -3,20 +3,33 @@
 A row of codes is cut into blocks of 128 columns (the last one padded with zero codes); a block of
 `bits`-bit codes is `16 * bits` bytes. Inside a block codes are laid out in planes, so that one
 shift and one mask of a word give a whole run of consecutive columns (`pack_codes` has the layout).
-Kernels read the same bytes as the CPU path.
+Rows are cut into tiles of 64 (the last one of each part padded with rows of zero codes), and the
+same block of the 64 rows of a tile is one run of bytes (`tile_rows`): a kernel reads 64 x 128 codes
+at a time, and memory is fastest in long reads. Scales are group-major for the same reason: those of
+one group and 64 rows are one run. Kernels read the same bytes as the CPU path.
 
 Everything else is kept bit for bit as the checkpoint has it, in integer buffers, so that
 `module.to(dtype)` cannot round a scale:
 
-name          shape             dtype   holds
-codes         [E, P*n, B, 16*bits]  uint8   B = ceil(k / 128)
-scales        [E, P*n, g]       uint8, int16 or int32: bits of the stored scale
-zero_points   [E, P*n, g]       uint8, only where stored
-global_scale  [E, P]            int32: bits of an fp32, only where stored
-column_order  [E, P, k]         int32: column of the file at each packed place, only for act-order
+name          shape                        dtype  holds
+codes         [E, P, T, B, 64, 16 * bits]  uint8  T = ceil(n / 64), B = ceil(k / 128)
+scales        [E, g, P * n]                uint8, int16 or int32: bits of the stored scale
+zero_points   [E, g, P * n]                uint8  only where stored
+global_scale  [E, P]                       int32  bits of an fp32, only where stored
+column_order  [E, P, k]                    int32  column of the file at each packed place, only for
+                                                  act-order
 
 E is the number of matrices in the stack (experts; 1 for a dense linear) and P the number of parts
 stacked along n (2 for gate and up, else 1).
+
+Block b of row r of part p of matrix e starts at byte
+
+    ((((e * P + p) * T + r // 64) * B + b) * 64 + r % 64) * 16 * bits
+
+of `codes`; its scale of group j is `scales[e, j, p * n + r]`. Example: 4 bits, n = 130 and k = 300,
+so T = 3 and B = 3; P = 2. Block 2 of row 70 of part 1 of matrix 0 is row 6 of tile 1 and starts at
+byte ((((0 * 2 + 1) * 3 + 1) * 3 + 2) * 64 + 6) * 64 = 57728. Column 290 is column 34 of that block:
+plane 1 of word 2, which is the high nibble of byte 57728 + 4.
 """
 
 from __future__ import annotations
@@ -39,8 +52,18 @@ from firesteel.formats.base import (
 )
 from firesteel.formats.expand import BLOCK_K, arrange, scaled_numbers
 
-__all__ = ["PackedWeights", "WeightStack", "pack_codes", "packed_bytes", "unpack_codes"]
+__all__ = [
+    "TILE_ROWS",
+    "PackedWeights",
+    "WeightStack",
+    "pack_codes",
+    "packed_bytes",
+    "tile_rows",
+    "unpack_codes",
+    "untile_rows",
+]
 
+TILE_ROWS = 64
 # The integer type that holds the bits of a scale, by its bytes.
 BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _PLANES = {8: 1, 4: 4, 3: 8}
@@ -48,12 +71,11 @@ _PLANES = {8: 1, 4: 4, 3: 8}
 
 def packed_bytes(scheme: Scheme) -> int:
     """Bytes that one matrix of this scheme takes in memory, scales and padding included."""
-    num_blocks = -(-scheme.k // BLOCK_K)
-    scales = scheme.num_groups * SCALE_DTYPES[scheme.scale].itemsize
-    zero_points = scheme.num_groups if scheme.has_zero_points else 0
-    row = num_blocks * 16 * scheme.bits + scales + zero_points
+    num_tiles, num_blocks = -(-scheme.n // TILE_ROWS), -(-scheme.k // BLOCK_K)
+    codes = num_tiles * num_blocks * TILE_ROWS * 16 * scheme.bits
+    group = SCALE_DTYPES[scheme.scale].itemsize + scheme.has_zero_points
     matrix = 4 * (scheme.global_scale != "none") + 4 * scheme.k * scheme.has_group_index
-    return scheme.n * row + matrix
+    return codes + scheme.n * scheme.num_groups * group + matrix
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -103,6 +125,23 @@ def unpack_codes(packed: Tensor, bits: int, k: int) -> Tensor:
     return planes.flatten(-3 if bits == 3 else -4)[..., :k]
 
 
+def tile_rows(blocks: Tensor) -> Tensor:
+    """Rows of blocks `[..., n, B, bytes]` to tiles `[..., ceil(n / 64), B, 64, bytes]`.
+
+    Rows past n are zeros. A view where n is a multiple of 64.
+    """
+    missing = -blocks.shape[-3] % TILE_ROWS
+    if missing:
+        blocks = functional.pad(blocks, (0, 0, 0, 0, 0, missing))
+    num_tiles = blocks.shape[-3] // TILE_ROWS
+    return blocks.unflatten(-3, (num_tiles, TILE_ROWS)).transpose(-3, -2)
+
+
+def untile_rows(tiles: Tensor, n: int) -> Tensor:
+    """The inverse of `tile_rows`: `[..., n, B, bytes]`."""
+    return tiles.transpose(-3, -2).flatten(-4, -3)[..., :n, :, :]
+
+
 class WeightStack(nn.Module):
     """A stack of quantised matrices of one scheme, in whatever form.
 
@@ -149,11 +188,11 @@ class PackedWeights(WeightStack):
 
     def __init__(self, scheme: Scheme, num_matrices: int, num_parts: int = 1) -> None:
         super().__init__(scheme, num_matrices, num_parts)
-        rows = num_parts * scheme.n
-        num_blocks = -(-scheme.k // BLOCK_K)
-        groups = (num_matrices, rows, scheme.num_groups)
+        num_tiles, num_blocks = -(-scheme.n // TILE_ROWS), -(-scheme.k // BLOCK_K)
+        tiles = (num_matrices, num_parts, num_tiles, num_blocks, TILE_ROWS, 16 * scheme.bits)
+        groups = (num_matrices, scheme.num_groups, num_parts * scheme.n)
         scale_bits = BITS_DTYPE[SCALE_DTYPES[scheme.scale].itemsize]
-        self._buffer("codes", (num_matrices, rows, num_blocks, 16 * scheme.bits), torch.uint8)
+        self._buffer("codes", tiles, torch.uint8)
         self._buffer("scales", groups, scale_bits)
         self._buffer("zero_points", groups if scheme.has_zero_points else None, torch.uint8)
         has_global = scheme.global_scale != "none"
@@ -179,11 +218,16 @@ class PackedWeights(WeightStack):
             order = self._order(matrix.group_index)
             codes = codes[:, order]
             self.column_order[index, part] = order.to(self.column_order)
-        self.codes[index, rows] = pack_codes(codes, scheme.bits).to(self.codes.device)
-        self.scales[index, rows] = matrix.scales.view(self.scales.dtype).to(self.scales.device)
+        blocks = pack_codes(codes, scheme.bits).to(self.codes.device)
+        tiles, num_whole = self.codes[index, part], scheme.n // TILE_ROWS
+        # Apart, so that padding the last tile copies no other.
+        tiles[:num_whole] = tile_rows(blocks[: num_whole * TILE_ROWS])
+        tiles[num_whole:] = tile_rows(blocks[num_whole * TILE_ROWS :])
+        scales = matrix.scales.view(self.scales.dtype).to(self.scales.device)
+        self.scales[index, :, rows] = scales.T
         if self.zero_points is not None:
             assert matrix.zero_points is not None
-            self.zero_points[index, rows] = matrix.zero_points.to(self.zero_points.device)
+            self.zero_points[index, :, rows] = matrix.zero_points.to(self.zero_points.device).T
         if self.global_scale is not None:
             assert matrix.global_scale is not None
             bits = matrix.global_scale.value.reshape(()).view(torch.int32)
@@ -201,14 +245,22 @@ class PackedWeights(WeightStack):
 
     def codes_of(self, index: int) -> Tensor:
         """Codes of matrix `index`, `[P*n, k]` uint8, columns in packed order."""
-        return unpack_codes(self.codes[index], self.scheme.bits, self.scheme.k)
+        return self._unpack(self.codes[index]).flatten(0, 1)
+
+    def _unpack(self, tiles: Tensor) -> Tensor:
+        """Codes `[..., n, k]` of tiles: rows are put in order as codes widen, not by a copy."""
+        codes = unpack_codes(tiles.transpose(-3, -2), self.scheme.bits, self.scheme.k)
+        return codes.flatten(-3, -2)[..., : self.scheme.n, :]
 
     @torch.no_grad()
     def read(self, index: int, part: int) -> QuantizedMatrix:
         """The numbers of one matrix, exactly as `write` was given them."""
         scheme, rows = self.scheme, self.rows_of(part)
-        codes = unpack_codes(self.codes[index, rows], scheme.bits, scheme.k)
-        group_index = None
+        codes = self._unpack(self.codes[index, part])
+        scales = self.scales[index, :, rows].T.contiguous()
+        zero_points = group_index = None
+        if self.zero_points is not None:
+            zero_points = self.zero_points[index, :, rows].T.contiguous()
         if self.column_order is not None:
             order = self.column_order[index, part].long()
             codes = torch.empty_like(codes).index_copy_(1, order, codes)
@@ -216,8 +268,8 @@ class PackedWeights(WeightStack):
             group_index = torch.empty_like(groups).index_copy_(0, order, groups).int()
         return QuantizedMatrix(
             codes=codes.contiguous(),
-            scales=self.scales[index, rows].view(SCALE_DTYPES[scheme.scale]),
-            zero_points=None if self.zero_points is None else self.zero_points[index, rows],
+            scales=scales.view(SCALE_DTYPES[scheme.scale]),
+            zero_points=zero_points,
             group_index=group_index,
             global_scale=None
             if self.global_scale is None
@@ -241,7 +293,8 @@ class PackedWeights(WeightStack):
     def _expand(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` as `[P*n, B * 128]`, columns in the order that `arrange` gives x."""
         scheme = self.scheme
-        scales = self.scales[index].view(SCALE_DTYPES[scheme.scale])
+        # [P*n, g], strided: a copy would cost more than it saves.
+        scales = self.scales[index].T.view(SCALE_DTYPES[scheme.scale])
         if scheme.scale == "e8m0":
             # A power of two, or bf16's smallest subnormal: exact.
             scales = scales_to_float(scales)
@@ -252,8 +305,17 @@ class PackedWeights(WeightStack):
             # [P] -> [P*n, 1]
             value = self.global_scale[index].view(torch.float32).repeat_interleave(scheme.n)
             scales = self._global(value.unsqueeze(-1)).apply(scales.float())
-        zero_points = None if self.zero_points is None else self.zero_points[index]
-        return scaled_numbers(self.codes[index], scheme, scales, zero_points, dtype)
+        # Rows of whole tiles are put back in order by the first pass over the codes, not by one of
+        # its own: [P, T, 64, B, 16*bits], else [P, n, B, 16*bits].
+        tiles = self.codes[index]
+        is_ragged = scheme.n % TILE_ROWS != 0
+        codes = untile_rows(tiles, scheme.n) if is_ragged else tiles.transpose(-3, -2)
+        rows = codes.shape[:-2]
+        zero_points = None
+        if self.zero_points is not None:
+            zero_points = self.zero_points[index].T.unflatten(0, rows)
+        numbers = scaled_numbers(codes, scheme, scales.unflatten(0, rows), zero_points, dtype)
+        return numbers.view(self.shape[1], -1)
 
     def _global(self, value: Tensor) -> GlobalScale:
         return Divisor(value) if self.scheme.global_scale == "divisor" else Multiplier(value)

@@ -61,7 +61,7 @@ class TiledInt4Weights(WeightStack):
         scales = torch.zeros(num_matrices, groups, rows, 2, dtype=packed.scales.dtype)
         for index in range(num_matrices):
             tiles[index] = _tile(packed.codes_of(index))
-            scales[index, :, :, 0] = packed.scales[index].T
+            scales[index, :, :, 0] = packed.scales[index]
         self.register_buffer("tiles", tiles)
         self.register_buffer("scales", scales)
 

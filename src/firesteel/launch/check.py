@@ -69,7 +69,7 @@ def quick_caller(
         values.append(f"p{number}")
         if operand.has_stride:
             lines += [
-                f" if {name}.is_contiguous(): s{number} = {math.prod(tail)}",
+                f" if {name}.is_contiguous(): s{number} = {math.prod(tail) // operand.row_unit}",
                 f" elif (s{number} := row_stride({name}, operand{number})) is None: return None",
             ]
             values.append(f"s{number}")
@@ -89,13 +89,15 @@ def _compiled(text: str) -> CodeType:
 
 
 def _row_stride(tensor: Tensor, operand: Operand) -> int | None:
-    """How far apart the rows of a tensor lie that is not contiguous; None where it is refused."""
+    """How far apart, in units, the rows of a strided tensor lie; None where it is refused."""
     _, *tail = operand.shape_for(0)
     first, *inner = tensor.stride()
     if not operand.has_stride or inner != [math.prod(tail[at + 1 :]) for at in range(len(tail))]:
         return None
     # Rows that are written must not overlap.
-    return None if operand.is_written and first < math.prod(tail) else first
+    if (operand.is_written and first < math.prod(tail)) or first % operand.row_unit:
+        return None
+    return first // operand.row_unit
 
 
 def check_operand(
@@ -127,7 +129,11 @@ def check_operand(
     ):
         raise InvalidArgumentError(
             f"{name}: got strides {tensor.stride()}, must be contiguous"
-            + (", but for the distance of rows" if operand.has_stride else "")
+            + (
+                f", but for the distance of rows (a multiple of {operand.row_unit})"
+                if operand.has_stride
+                else ""
+            )
         )
     if tensor.requires_grad and operand.is_per_call and torch.is_grad_enabled():
         raise InvalidArgumentError(

@@ -22,7 +22,7 @@ _INTEGERS = ("i32", "i64")
 
 @dataclass(frozen=True, slots=True)
 class Stride:
-    """The stride, in elements, of dimension 0 of a tensor that each call passes."""
+    """The stride of dimension 0 of a tensor that each call passes, in its operand's `row_unit`."""
 
     tensor: str
 

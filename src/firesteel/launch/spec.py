@@ -34,6 +34,8 @@ class Operand:
         is_aligned  whether it must start at a multiple of 16 bytes
         is_written  whether a launch writes it; no other operand of the call may overlap its memory,
                     which nothing checks
+        row_unit    elements of which the distance of rows is a multiple, and in which a `Stride`
+                    counts it: a kernel that multiplies it back knows how rows are aligned
     """
 
     name: str
@@ -42,6 +44,7 @@ class Operand:
     has_stride: bool = False
     is_aligned: bool = True
     is_written: bool = False
+    row_unit: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -53,6 +56,11 @@ class Operand:
         ):
             raise InvalidArgumentError(
                 f"operand {self.name}: shape {self.shape}, must be sizes, {NUM_TOKENS!r} only first"
+            )
+        row = math.prod(int(size) for size in self.shape[1:])
+        if self.row_unit < 1 or row % self.row_unit:
+            raise InvalidArgumentError(
+                f"operand {self.name}: row_unit {self.row_unit}, must divide the {row} of a row"
             )
 
     @property

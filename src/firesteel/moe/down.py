@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import add_block, find_tile, load_columns
+from firesteel.moe.tile import add_block, find_tile, load_columns, word_offsets
 
 __all__ = ["down_kernel"]
 
@@ -37,26 +37,30 @@ def down_kernel(
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[r] = w2[e] @ hidden[p] + bias[e], r = route_ids[p]
 
-    name         shape             dtype        layout      traffic
-    hidden       [R, N]            fp           contiguous  read ceil(K / BLOCK_N) times
-    codes        [E, K, N/128, 32] int16        contiguous  a tile's expert, once
-    scales       [E, K, G]         fp           contiguous  as codes
-    zero_points  [E, K, G]         uint8        contiguous  as codes; None: 8
-    bias         [E, K]            fp           contiguous  as codes; or None
-    topk_ids     [R]               int32/int64  contiguous  read in direct mode
-    expert_map   [NUM_GLOBAL]      int32        contiguous  likewise; or None
-    route_ids..num_blocks          int32        as place_kernel writes them; None: direct mode
-    y            [R, K]            as hidden    contiguous  written once; needs no init
+    name         shape                        dtype        layout      traffic
+    hidden       [R, N]                       fp           contiguous  read K / BLOCK_N times
+    codes        [E, K/64, N/128, 64, 32]     int16        contiguous  a tile's expert, once
+    scales       [E, G, K]                    fp           contiguous  as codes
+    zero_points  [E, G, K]                    uint8        contiguous  as codes; None: 8
+    bias         [E, K]                       fp           contiguous  as codes; or None
+    topk_ids     [R]                          int32/int64  contiguous  read in direct mode
+    expert_map   [NUM_GLOBAL]                 int32        contiguous  likewise; or None
+    route_ids..num_blocks                     int32        as place_kernel writes them; None: direct
+    y            [R, K]                       fp           contiguous  written once; needs no init
 
-    N / 128 is rounded up, and codes past N are 0. The modes are those of gate_up_kernel: hidden
-    is read by place, or by route in direct mode; y is by route in both. The rows of routes
-    without an expert are not written. BLOCK_N counts rows of w2, that is along K.
+    K / 64 and N / 128 are rounded up, and codes past K and N are 0. The modes are those of
+    gate_up_kernel: hidden is read by place, or by route in direct mode; y is by route in both. The
+    rows of routes without an expert are not written. BLOCK_N counts rows of w2, that is along K; a
+    program does SPAN blocks of them one after the other, since a block has few columns.
 
-    Grid      (ceil(K / BLOCK_N), tiles), with R tiles in direct mode; tiles past the last return.
+    Grid      (ceil(K / (BLOCK_N * SPAN)), tiles), with R tiles in direct mode; tiles past the last
+              return.
     Key       dtypes, which pointers are None, constexprs.
     Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; one
               rounding to hidden's dtype. A row's bits do not depend on other rows.
@@ -68,7 +72,9 @@ def down_kernel(
         gdc_wait()
     NUM_BLOCKS: tl.constexpr = (N + 127) // 128
     NUM_GROUPS: tl.constexpr = N // GROUP_SIZE
-    tl.static_assert(K * NUM_BLOCKS * 32 < 2**31)
+    PADDED: tl.constexpr = (K + 63) // 64 * 64
+    tl.static_assert(PADDED * NUM_BLOCKS * 32 < 2**31)
+    tl.static_assert(BLOCK_N % 64 == 0)
     tl.static_assert(
         GROUP_SIZE == 32 or GROUP_SIZE == 64 or GROUP_SIZE % 128 == 0 or GROUP_SIZE == N
     )
@@ -94,26 +100,44 @@ def down_kernel(
     if route_ids_ptr is not None:
         routes = tl.load(route_ids_ptr + places, mask=is_row, other=0).to(tl.int64)
     hidden_rows = hidden_ptr + places * N
-    k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_out = k < K
-    codes_ptrs = codes_ptr + expert * (K * NUM_BLOCKS * 32)
-    codes_ptrs = codes_ptrs + k[:, None] * (NUM_BLOCKS * 32) + tl.arange(0, 32)[None, :]
-    scales_ptrs = scales_ptr + expert * (K * NUM_GROUPS) + k * NUM_GROUPS
-    zeros_ptrs = None
+    rows = tl.arange(0, BLOCK_N)
+    codes_ptr += expert * (PADDED * NUM_BLOCKS * 32)
+    words = word_offsets(rows, NUM_BLOCKS)
+    scales_ptr += expert * (NUM_GROUPS * K)
     if zero_points_ptr is not None:
-        zeros_ptrs = zero_points_ptr + expert * (K * NUM_GROUPS) + k * NUM_GROUPS
+        zero_points_ptr += expert * (NUM_GROUPS * K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(NUM_BLOCKS):
+    # Blocks of rows and of columns in one loop, so that loads run ahead from one to the next.
+    for step in range(SPAN * NUM_BLOCKS):
+        row_block = tl.program_id(0) * SPAN + step // NUM_BLOCKS
+        block = step % NUM_BLOCKS
+        k = row_block * BLOCK_N + rows
         x0 = load_columns(hidden_rows, is_row, block * 128, 0, N)
         x1 = load_columns(hidden_rows, is_row, block * 128, 1, N)
         x2 = load_columns(hidden_rows, is_row, block * 128, 2, N)
         x3 = load_columns(hidden_rows, is_row, block * 128, 3, N)
         acc = add_block(
-            acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, block, x0, x1, x2, x3, N, GROUP_SIZE
+            acc,
+            codes_ptr + row_block * (BLOCK_N // 64 * NUM_BLOCKS * 2048) + words,
+            scales_ptr + k,
+            None if zero_points_ptr is None else zero_points_ptr + k,
+            None if K % (BLOCK_N * SPAN) == 0 else k < K,
+            None if PADDED % (BLOCK_N * SPAN) == 0 else (k < PADDED)[:, None],
+            block,
+            x0,
+            x1,
+            x2,
+            x3,
+            N,
+            K,
+            GROUP_SIZE,
+            PAIRS,
         )
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert * K + k, mask=is_out, other=0.0)
-        acc += bias.to(tl.float32)[:, None]
-    y_ptrs = y_ptr + routes[:, None] * K + k[None, :]
-    mask = is_row[:, None] & is_out[None, :]
-    tl.store(y_ptrs, tl.trans(acc).to(y_ptr.dtype.element_ty), mask=mask)
+        if block == NUM_BLOCKS - 1:
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + expert * K + k, mask=k < K, other=0.0)
+                acc += bias.to(tl.float32)[:, None]
+            y_ptrs = y_ptr + routes[:, None] * K + k[None, :]
+            mask = is_row[:, None] & (k < K)[None, :]
+            tl.store(y_ptrs, tl.trans(acc).to(y_ptr.dtype.element_ty), mask=mask)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)

@@ -1,5 +1,5 @@
 # pyright: basic
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201
 """FC1 of the MoE layer: gate and up products of int4 weights, and the activation between them."""
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import activate, add_block, find_tile, load_columns
+from firesteel.moe.tile import activate, add_block, find_tile, load_columns, word_offsets
 
 __all__ = ["gate_up_kernel"]
 
@@ -31,6 +31,7 @@ def gate_up_kernel(
     block_row_ptr,
     num_blocks_ptr,
     hidden_ptr,
+    partials_ptr,
     stride_x: tl.int64,
     R: tl.int64,
     K: tl.constexpr,
@@ -45,27 +46,35 @@ def gate_up_kernel(
     BETA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    JOINT: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """hidden[p] = act(w13[e] @ x[r // TOP_K] * topk_weights[r] + bias[e]), r = route_ids[p]
 
-    name          shape               dtype        layout            traffic
-    x             [M, K]              fp           unit last stride  read ceil(N / BLOCK_N) times
-    codes         [E, P*N, K/128, 32] int16        contiguous        a tile's expert, once
-    scales        [E, P*N, G]         fp           contiguous        as codes
-    zero_points   [E, P*N, G]         uint8        contiguous        as codes; None: 8
-    bias          [E, P*N]            fp           contiguous        as codes; or None
-    topk_ids      [R]                 int32/int64  contiguous        read in direct mode
-    expert_map    [NUM_GLOBAL]        int32        contiguous        likewise; or None
-    topk_weights  [R]                 fp           contiguous        None: not on the input
-    route_ids..num_blocks             int32        as place_kernel writes them; None: direct mode
-    hidden        [R, N]              as x         contiguous        written once; needs no init
+    name          shape                dtype        layout            traffic
+    x             [M, K]               fp           unit last stride  read ceil(N / BLOCK_N) times
+    codes         [E, P, N/64, K/128, 64, 32]  int16  contiguous      a tile's expert, once
+    scales        [E, G, P*N]          fp           contiguous        as codes
+    zero_points   [E, G, P*N]          uint8        contiguous        as codes; None: 8
+    bias          [E, P*N]             fp           contiguous        as codes; or None
+    topk_ids      [R]                  int32/int64  contiguous        read in direct mode
+    expert_map    [NUM_GLOBAL]         int32        contiguous        likewise; or None
+    topk_weights  [R]                  fp           contiguous        None: not on the input
+    route_ids..num_blocks              int32        as place_kernel writes them; None: direct mode
+    hidden        [R, N]               as x         contiguous        written once; needs no init
+    partials      [SPLIT_K, R, P*N]    fp32         contiguous        in hidden's place; or None
 
-    P is 2 (gate rows, then up rows), or 1 where the activation has no up. K / 128 is rounded up,
-    and codes past K are 0. Packed mode writes hidden[p] at place p of `route_ids`. Direct mode
-    takes one route a tile and writes hidden[r]; the rows of routes without an expert stay.
+    P is 2 (gate rows, then up rows), or 1 where the activation has no up. N / 64 and K / 128 are
+    rounded up, and codes past N and K are 0. Rows of x lie stride_x times 16 bytes apart. Packed
+    mode writes hidden[p] at place p of `route_ids`. Direct mode takes one route a tile and writes
+    hidden[r]; the rows of routes without an expert stay. With partials (direct mode) a program sums
+    one of SPLIT_K spans of K and writes its products as they are: `activate_kernel` does the rest.
+    JOINT multiplies gate and up rows as one operand, each with warps of its own.
 
-    Grid      (ceil(N / BLOCK_N), tiles), with R tiles in direct mode; tiles past the last return.
+    Grid      (ceil(N / BLOCK_N), tiles, SPLIT_K), with R tiles in direct mode; tiles past the last
+              return.
     Key       dtypes, which pointers are None, constexprs.
     Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; activation
               in fp32; one rounding to x's dtype. A row's bits do not depend on other rows.
@@ -76,10 +85,16 @@ def gate_up_kernel(
     if PDL:
         gdc_wait()
     IS_GATED: tl.constexpr = ACTIVATION != "relu2"
-    ROWS: tl.constexpr = 2 * N if IS_GATED else N
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    ROWS: tl.constexpr = PARTS * N
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
+    PADDED: tl.constexpr = (N + 63) // 64 * 64
+    PART: tl.constexpr = PADDED * NUM_BLOCKS * 32
     NUM_GROUPS: tl.constexpr = K // GROUP_SIZE
-    tl.static_assert(ROWS * NUM_BLOCKS * 32 < 2**31)
+    # Elements of 16 bytes: multiplied out here, so that the compiler sees how rows are aligned.
+    UNIT: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    tl.static_assert(PARTS * PART < 2**31)
+    tl.static_assert(BLOCK_N % 64 == 0)
     tl.static_assert(
         GROUP_SIZE == 32 or GROUP_SIZE == 64 or GROUP_SIZE % 128 == 0 or GROUP_SIZE == K
     )
@@ -104,41 +119,78 @@ def gate_up_kernel(
     routes = places
     if route_ids_ptr is not None:
         routes = tl.load(route_ids_ptr + places, mask=is_row, other=0).to(tl.int64)
-    x_rows = x_ptr + (routes // TOP_K) * stride_x
+    x_rows = x_ptr + (routes // TOP_K) * stride_x * UNIT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_out = n < N
-    codes_ptrs = codes_ptr + expert * (ROWS * NUM_BLOCKS * 32)
-    codes_ptrs = codes_ptrs + n[:, None] * (NUM_BLOCKS * 32) + tl.arange(0, 32)[None, :]
-    scales_ptrs = scales_ptr + expert * (ROWS * NUM_GROUPS) + n * NUM_GROUPS
-    zeros_ptrs = None
-    if zero_points_ptr is not None:
-        zeros_ptrs = zero_points_ptr + expert * (ROWS * NUM_GROUPS) + n * NUM_GROUPS
-    gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in range(NUM_BLOCKS):
-        x0 = load_columns(x_rows, is_row, block * 128, 0, K)
-        x1 = load_columns(x_rows, is_row, block * 128, 1, K)
-        x2 = load_columns(x_rows, is_row, block * 128, 2, K)
-        x3 = load_columns(x_rows, is_row, block * 128, 3, K)
-        gate = add_block(
-            gate, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, block, x0, x1, x2, x3, K, GROUP_SIZE
-        )
+    codes_ptr += expert * (PARTS * PART) + tl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * 2048)
+    at = expert * (NUM_GROUPS * ROWS)
+    span = tl.program_id(2)
+    blocks = (span * NUM_BLOCKS // SPLIT_K, (span + 1) * NUM_BLOCKS // SPLIT_K)
+    if JOINT:
+        # Gate and up rows are one left operand: one warp group multiplies each.
+        rows = tl.arange(0, PARTS * BLOCK_N)
+        part, row = rows // BLOCK_N, rows % BLOCK_N
+        column = tl.program_id(0) * BLOCK_N + row
+        codes_ptrs = codes_ptr + word_offsets(row, NUM_BLOCKS) + (part * PART)[:, None]
+        scales_ptrs = scales_ptr + at + part * N + column
+        zeros_ptrs = None
+        if zero_points_ptr is not None:
+            zeros_ptrs = zero_points_ptr + at + part * N + column
+        # Words past N are there, as zeros, up to a whole tile; scales are not.
+        is_out = None if N % BLOCK_N == 0 else column < N
+        is_tile = None if PADDED % BLOCK_N == 0 else (column < PADDED)[:, None]
+        acc = tl.zeros((PARTS * BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(blocks[0], blocks[1]):
+            x0 = load_columns(x_rows, is_row, block * 128, 0, K)
+            x1 = load_columns(x_rows, is_row, block * 128, 1, K)
+            x2 = load_columns(x_rows, is_row, block * 128, 2, K)
+            x3 = load_columns(x_rows, is_row, block * 128, 3, K)
+            acc = add_block(
+                acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
+                x0, x1, x2, x3, K, ROWS, GROUP_SIZE, PAIRS,
+            )  # fmt: skip
+        gate, up = acc, acc
         if IS_GATED:
-            # Up rows come N rows after their gate rows.
-            codes = codes_ptrs + N * NUM_BLOCKS * 32
-            scales = scales_ptrs + N * NUM_GROUPS
-            zeros = None if zeros_ptrs is None else zeros_ptrs + N * NUM_GROUPS
-            up = add_block(up, codes, scales, zeros, is_out, block, x0, x1, x2, x3, K, GROUP_SIZE)
-    if topk_weights_ptr is not None:
-        weight = tl.load(topk_weights_ptr + routes, mask=is_row, other=0.0).to(tl.float32)
-        gate = gate * weight[None, :]
-        up = up * weight[None, :]
-    if bias_ptr is not None:
-        bias_ptrs = bias_ptr + expert * ROWS + n
-        gate += tl.load(bias_ptrs, mask=is_out, other=0.0).to(tl.float32)[:, None]
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    else:
+        codes_ptrs = codes_ptr + word_offsets(tl.arange(0, BLOCK_N), NUM_BLOCKS)
+        scales_ptrs = scales_ptr + at + n
+        zeros_ptrs = None if zero_points_ptr is None else zero_points_ptr + at + n
+        is_out = None if N % BLOCK_N == 0 else n < N
+        is_tile = None if PADDED % BLOCK_N == 0 else (n < PADDED)[:, None]
+        gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for block in range(blocks[0], blocks[1]):
+            x0 = load_columns(x_rows, is_row, block * 128, 0, K)
+            x1 = load_columns(x_rows, is_row, block * 128, 1, K)
+            x2 = load_columns(x_rows, is_row, block * 128, 2, K)
+            x3 = load_columns(x_rows, is_row, block * 128, 3, K)
+            gate = add_block(
+                gate, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
+                x0, x1, x2, x3, K, ROWS, GROUP_SIZE, PAIRS,
+            )  # fmt: skip
+            if IS_GATED:
+                # Up rows come N rows after their gate rows.
+                up = add_block(
+                    up, codes_ptrs + PART, scales_ptrs + N,
+                    None if zeros_ptrs is None else zeros_ptrs + N, is_out, is_tile, block,
+                    x0, x1, x2, x3, K, ROWS, GROUP_SIZE, PAIRS,
+                )  # fmt: skip
+    mask = is_row[:, None] & (n < N)[None, :]
+    if partials_ptr is not None:
+        partials_ptrs = partials_ptr + (span * R + places)[:, None] * ROWS + n[None, :]
+        tl.store(partials_ptrs, tl.trans(gate), mask=mask)
         if IS_GATED:
-            up += tl.load(bias_ptrs + N, mask=is_out, other=0.0).to(tl.float32)[:, None]
-    acted = tl.trans(activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA))
-    hidden_ptrs = hidden_ptr + places[:, None] * N + n[None, :]
-    mask = is_row[:, None] & is_out[None, :]
-    tl.store(hidden_ptrs, acted.to(hidden_ptr.dtype.element_ty), mask=mask)
+            tl.store(partials_ptrs + N, tl.trans(up), mask=mask)
+    else:
+        if topk_weights_ptr is not None:
+            weight = tl.load(topk_weights_ptr + routes, mask=is_row, other=0.0).to(tl.float32)
+            gate = gate * weight[None, :]
+            up = up * weight[None, :]
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + expert * ROWS + n
+            gate += tl.load(bias_ptrs, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            if IS_GATED:
+                up += tl.load(bias_ptrs + N, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        acted = tl.trans(activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA))
+        hidden_ptrs = hidden_ptr + places[:, None] * N + n[None, :]
+        tl.store(hidden_ptrs, acted.to(hidden_ptr.dtype.element_ty), mask=mask)

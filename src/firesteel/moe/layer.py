@@ -30,7 +30,7 @@ def operand_tensors(
     """The tensors of a layer that `Ready.bind` wants, by name: views, nothing is copied.
 
     Args:
-        w13, w2: int4 stacks `[E, 2N, K]` and `[E, K, N]`.
+        w13, w2: int4 stacks `[E, 2N, K]` and `[E, K, N]`, as `firesteel.formats.packed` holds them.
         bias13, bias2: `[E, 2N]` and `[E, K]` in the layer's dtype.
         expert_map: `[num_global_experts]` int32.
     """

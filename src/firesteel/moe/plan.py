@@ -3,13 +3,14 @@
 R = M * top_k routes take one of two ways:
 
     direct  up to E / 8 routes (at least one token's): nothing is sorted, each route is a tile
-            gate_up, down, combine
-    packed  routes are sorted by expert and cut into tiles of BLOCK_M rows
+            gate_up, activate (where K is long enough to split), down, combine
+    packed  routes are sorted by expert and cut into tiles of 8 to 64 rows
             place (with count before it, past 4096 routes), gate_up, down, combine
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from firesteel.errors import InvalidArgumentError
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
 from firesteel.launch.key import Constexpr
 from firesteel.launch.spec import Flags, Region
+from firesteel.moe.activate import activate_kernel
 from firesteel.moe.combine import combine_kernel
 from firesteel.moe.down import down_kernel
 from firesteel.moe.gate_up import gate_up_kernel
@@ -25,20 +27,51 @@ from firesteel.moe.route import count_kernel, place_kernel
 if TYPE_CHECKING:
     from firesteel.moe.spec import Int4Weights, MoeSpec
 
-__all__ = ["KERNELS", "block_m", "num_blocks", "select", "workspace"]
+__all__ = ["KERNELS", "TILES", "Tile", "num_blocks", "select", "tile_of", "workspace"]
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
 GATE_UP = Kernel(gate_up_kernel)
+ACTIVATE = Kernel(activate_kernel)
 DOWN = Kernel(down_kernel)
 COMBINE = Kernel(combine_kernel)
-KERNELS = (COUNT, PLACE, GATE_UP, DOWN, COMBINE)
+KERNELS = (COUNT, PLACE, GATE_UP, ACTIVATE, DOWN, COMBINE)
 
-SMALL_TILE, LARGE_TILE = 16, 64
-"""Rows of a tile: few tokens an expert, and many."""
 
-DIRECT_ROWS = 16
-"""Rows of a direct tile, of which one is used: the fewest that a matrix instruction takes here."""
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How FC1 and FC2 cut a layer, for a range of routes an expert.
+
+    Fields
+        rows      routes of a tile
+        gate_up   columns of FC1 a program, its warps and stages
+        is_joint  whether FC1 multiplies gate and up rows as one operand
+        down      rows of w2 a program at a time, how many times, its warps and stages
+    """
+
+    rows: int
+    gate_up: tuple[int, int, int]
+    is_joint: bool
+    down: tuple[int, int, int, int]
+
+
+# Measured on an H200 with GLM-5.2's layer on four ranks; docs/performance.md has the figures.
+TILES = (
+    (5.0, Tile(8, (64, 4, 3), False, (128, 4, 4, 3))),
+    (18.0, Tile(16, (64, 4, 3), False, (64, 4, 2, 3))),
+    (40.0, Tile(32, (64, 4, 3), False, (64, 4, 4, 3))),
+    (float("inf"), Tile(64, (64, 8, 3), True, (128, 8, 8, 3))),
+)
+"""Tiles by the routes an expert has on average, below the first bound that is larger."""
+
+DIRECT = Tile(8, (64, 4, 4), False, (64, 1, 4, 3))
+"""The tile of one route."""
+
+SPLIT_K = 4
+"""Spans of K that direct programs share: with few routes there are few programs."""
+
+BATCH_INVARIANT = TILES[1][1]
+"""The tile of every count, where a row must have the same bits at each."""
 
 MAX_HISTOGRAM = 4096
 """Most routes that one program counts by itself."""
@@ -49,19 +82,16 @@ MAX_HISTOGRAM_EXPERTS = 2048
 BLOCK_R = 1024
 """Routes that a program scans at a time."""
 
-BLOCK_N, BLOCK_K = 64, 1024
+BLOCK_K, BLOCK_ACTIVATE = 1024, 512
+"""Columns of a program of combine, and of activate."""
 
 
-def block_m(spec: MoeSpec, num_routes: int) -> int:
-    """Rows of a tile: the small tile while experts have under 0.9 of one on average."""
+def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
+    """The tile of so many sorted routes."""
     if spec.batch_invariant:
-        return LARGE_TILE
-    return SMALL_TILE if num_routes < _tile_switch(spec) else LARGE_TILE
-
-
-def _tile_switch(spec: MoeSpec) -> int:
-    """Routes from which tiles are large."""
-    return max(1, spec.num_experts * SMALL_TILE * 9 // 10)
+        return BATCH_INVARIANT
+    each = num_routes / spec.num_experts
+    return next(tile for bound, tile in TILES if each < bound)
 
 
 def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:
@@ -81,11 +111,19 @@ def is_direct(spec: MoeSpec, num_routes: int) -> bool:
     return not spec.batch_invariant and num_routes <= max(spec.top_k, spec.num_experts // 8)
 
 
+def split_k(spec: MoeSpec) -> int:
+    """Spans of K that direct programs of FC1 share; 1 where K is short."""
+    return SPLIT_K if spec.hidden_size >= 4 * SPLIT_K * 128 else 1
+
+
 def workspace(spec: MoeSpec, num_tokens: int) -> tuple[Region, ...]:
     """The regions of a call of so many tokens."""
     routes, e = num_tokens * spec.top_k, spec.num_experts
-    # Of small tiles there are more, and no count needs less than a smaller one.
-    blocks = num_blocks(routes, e, LARGE_TILE if spec.batch_invariant else SMALL_TILE)
+    # Of the smallest tiles there are most.
+    smallest = BATCH_INVARIANT.rows if spec.batch_invariant else TILES[0][1].rows
+    blocks = num_blocks(routes, e, smallest)
+    direct = min(routes, max(spec.top_k, e // 8)) * (split_k(spec) > 1)
+    sums = (SPLIT_K, direct, spec.num_parts * spec.intermediate_size)
     return (
         Region("counts", "i32", (e,)),
         Region("route_ids", "i32", (routes,)),
@@ -93,6 +131,7 @@ def workspace(spec: MoeSpec, num_tokens: int) -> tuple[Region, ...]:
         Region("block_expert", "i32", (blocks,)),
         Region("block_row", "i32", (blocks,)),
         Region("num_blocks", "i32", (1,)),
+        Region("partials", "fp32", (0,) if spec.batch_invariant else sums),
         Region("hidden", spec.dtype, (routes, spec.intermediate_size)),
         Region("y", spec.dtype, (routes, spec.hidden_size)),
     )
@@ -110,50 +149,46 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
         return ()
     ids = dict(flags)["ids"]
     routes = num_tokens * spec.top_k
-    if is_direct(spec, routes):
-        tile, grid_rows, before = DIRECT_ROWS, routes, ()
-    else:
-        tile = block_m(spec, routes)
-        grid_rows = num_blocks(routes, spec.num_experts, tile)
-        before = _route(spec, ids, routes, tile)
-    direct_ids = ids if is_direct(spec, routes) else None
+    if not is_direct(spec, routes):
+        tile = tile_of(spec, routes)
+        tiles = num_blocks(routes, spec.num_experts, tile.rows)
+        return (
+            *_route(spec, ids, routes, tile.rows),
+            _gate_up(spec, None, tile, routes, tiles),
+            _down(spec, None, tile, routes, tiles),
+            _combine(spec, ids, num_tokens),
+        )
+    gate_up = _gate_up(spec, ids, DIRECT, routes, routes)
     return (
-        *before,
-        _gate_up(spec, direct_ids, tile, routes, grid_rows),
-        _down(spec, direct_ids, tile, routes, grid_rows),
+        gate_up,
+        *((_activate(spec, ids, routes),) if gate_up.grid[2] > 1 else ()),
+        _down(spec, ids, DIRECT, routes, routes),
         _combine(spec, ids, num_tokens),
     )
 
 
-def _route(spec: MoeSpec, ids: str, routes: int, tile: int) -> tuple[Launch, ...]:
+def _route(spec: MoeSpec, ids: str, routes: int, rows: int) -> tuple[Launch, ...]:
     """Sort routes by expert and lay out tiles."""
-    one_launch = routes <= _histogram_limit(spec)
+    one_launch = routes <= MAX_HISTOGRAM and spec.num_experts <= MAX_HISTOGRAM_EXPERTS
     types: dict[str, str | None] = {
         "topk_ids_ptr": f"*{ids}",
         **_map_type(spec),
         "counts_ptr": None if one_launch else "*i32",
         "R": "i64",
     }
-    tables = ("route_ids", "expert_offsets", "block_expert", "block_row", "num_blocks")
     arguments: dict[str, Argument] = {"topk_ids_ptr": "topk_ids", "R": routes, **_map(spec)}
     if not one_launch:
         arguments["counts_ptr"] = "counts"
     common = {"E": spec.num_experts, "NUM_GLOBAL": spec.num_global_experts, "PDL": spec.pdl}
-    block_r = _power_of_two(_histogram_limit(spec)) if one_launch else BLOCK_R
     place = PLACE.key(
-        {**types, **{f"{name}_ptr": "*i32" for name in tables}},
-        {
-            **common,
-            "E_BLOCK": _power_of_two(spec.num_experts),
-            "BLOCK_M": tile,
-            "BLOCK_R": block_r,
-        },
+        {**types, "tile_rows": "i64", **{f"{name}_ptr": "*i32" for name in _TABLES}},
+        {**common, "E_BLOCK": _power_of_two(spec.num_experts), "BLOCK_R": BLOCK_R},
         pdl=spec.pdl,
     )
     placed = PLACE.launch(
         place,
         (spec.num_experts, 1, 1),
-        {**arguments, **{f"{name}_ptr": name for name in tables}},
+        {**arguments, "tile_rows": rows, **{f"{name}_ptr": name for name in _TABLES}},
     )
     if one_launch:
         return (placed,)
@@ -161,59 +196,84 @@ def _route(spec: MoeSpec, ids: str, routes: int, tile: int) -> tuple[Launch, ...
     return (COUNT.launch(count, (spec.num_experts, 1, 1), arguments), placed)
 
 
-def _histogram_limit(spec: MoeSpec) -> int:
-    """Most routes that are counted and placed in one launch.
-
-    The tile grows at the same count where that is within reach, so that each way of placing is
-    compiled for one tile only.
-    """
-    if spec.num_experts > MAX_HISTOGRAM_EXPERTS:
-        return 0
-    if spec.batch_invariant:
-        return MAX_HISTOGRAM
-    return min(MAX_HISTOGRAM, _tile_switch(spec) - 1)
-
-
-def _gate_up(spec: MoeSpec, ids: str | None, tile: int, routes: int, rows: int) -> Launch:
-    weights = "fp32" if spec.weight_on_input else None
+def _gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
+    spans = split_k(spec) if ids else 1
+    is_split = spans > 1
+    # What is left to `activate` is absent here.
+    weighs = spec.weight_on_input and not is_split
+    stored = replace(spec.w13, has_bias=spec.w13.has_bias and not is_split)
     types: dict[str, str | None] = {
         "x_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, spec.w13),
+        **_weight_types(spec, stored),
         **_tile_types(spec, ids),
-        "topk_weights_ptr": None if weights is None else f"*{weights}",
-        "hidden_ptr": f"*{spec.dtype}",
+        "topk_weights_ptr": "*fp32" if weighs else None,
+        "hidden_ptr": None if is_split else f"*{spec.dtype}",
+        "partials_ptr": "*fp32" if is_split else None,
         "stride_x": "i64",
         "R": "i64",
     }
-    activation = spec.activation
-    key = GATE_UP.key(
-        types,
-        {
-            **_sizes(spec, spec.w13, ids),
-            "TOP_K": spec.top_k,
-            "ACTIVATION": activation.name,
-            **_constants(spec),
-            "BLOCK_M": tile,
-            "BLOCK_N": BLOCK_N,
-        },
-        num_stages=3,
-        pdl=spec.pdl,
-    )
+    columns, warps, stages = tile.gate_up
+    constexprs = {
+        **_sizes(spec, spec.w13, ids),
+        "TOP_K": spec.top_k,
+        **(_ungated(spec) if is_split else _activation(spec)),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": columns,
+        "SPLIT_K": spans,
+        "JOINT": tile.is_joint,
+        "PAIRS": True,
+    }
+    key = GATE_UP.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "x_ptr": "x",
-        **_weights(spec.w13, "w13"),
+        **_weights(stored, "w13"),
         **_tile(spec, ids),
-        "hidden_ptr": "hidden",
+        **({"partials_ptr": "partials"} if is_split else {"hidden_ptr": "hidden"}),
         "stride_x": Stride("x"),
         "R": routes,
     }
-    if weights is not None:
+    if weighs:
         arguments["topk_weights_ptr"] = "topk_weights"
-    grid = (-(-spec.intermediate_size // BLOCK_N), rows, 1)
+    grid = (-(-spec.intermediate_size // columns), tiles, spans)
     return GATE_UP.launch(key, grid, arguments)
 
 
-def _down(spec: MoeSpec, ids: str | None, tile: int, routes: int, rows: int) -> Launch:
+def _activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
+    types: dict[str, str | None] = {
+        "partials_ptr": "*fp32",
+        "bias_ptr": f"*{spec.dtype}" if spec.w13.has_bias else None,
+        "topk_ids_ptr": f"*{ids}",
+        **_map_type(spec),
+        "topk_weights_ptr": "*fp32" if spec.weight_on_input else None,
+        "hidden_ptr": f"*{spec.dtype}",
+        "R": "i64",
+    }
+    constexprs = {
+        "N": spec.intermediate_size,
+        "E": spec.num_experts,
+        "NUM_GLOBAL": spec.num_global_experts,
+        **_activation(spec),
+        "SPLIT_K": split_k(spec),
+        "BLOCK_N": BLOCK_ACTIVATE,
+        "PDL": spec.pdl,
+    }
+    key = ACTIVATE.key(types, constexprs, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "partials_ptr": "partials",
+        "topk_ids_ptr": "topk_ids",
+        **_map(spec),
+        "hidden_ptr": "hidden",
+        "R": routes,
+    }
+    if spec.w13.has_bias:
+        arguments["bias_ptr"] = "w13.bias"
+    if spec.weight_on_input:
+        arguments["topk_weights_ptr"] = "topk_weights"
+    grid = (routes, -(-spec.intermediate_size // BLOCK_ACTIVATE), 1)
+    return ACTIVATE.launch(key, grid, arguments)
+
+
+def _down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
     types: dict[str, str | None] = {
         "hidden_ptr": f"*{spec.dtype}",
         **_weight_types(spec, spec.w2),
@@ -221,12 +281,15 @@ def _down(spec: MoeSpec, ids: str | None, tile: int, routes: int, rows: int) -> 
         "y_ptr": f"*{spec.dtype}",
         "R": "i64",
     }
-    key = DOWN.key(
-        types,
-        {**_sizes(spec, spec.w2, ids), "BLOCK_M": tile, "BLOCK_N": BLOCK_N},
-        num_stages=3,
-        pdl=spec.pdl,
-    )
+    rows, span, warps, stages = tile.down
+    constexprs = {
+        **_sizes(spec, spec.w2, ids),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": rows,
+        "SPAN": span,
+        "PAIRS": True,
+    }
+    key = DOWN.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "hidden_ptr": "hidden",
         **_weights(spec.w2, "w2"),
@@ -234,7 +297,7 @@ def _down(spec: MoeSpec, ids: str | None, tile: int, routes: int, rows: int) -> 
         "y_ptr": "y",
         "R": routes,
     }
-    return DOWN.launch(key, (-(-spec.hidden_size // BLOCK_N), rows, 1), arguments)
+    return DOWN.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
 
 
 def _combine(spec: MoeSpec, ids: str, num_tokens: int) -> Launch:
@@ -289,15 +352,22 @@ def _sizes(spec: MoeSpec, stored: Int4Weights, ids: str | None) -> dict[str, Con
     }
 
 
-def _constants(spec: MoeSpec) -> dict[str, Constexpr]:
-    """The activation's constants; those that its code does not read are None."""
+def _activation(spec: MoeSpec) -> dict[str, Constexpr]:
+    """The activation and its constants; those that its code does not read are None."""
     activation = spec.activation
     is_swiglu = activation.name == "swigluoai"
     return {
+        "ACTIVATION": activation.name,
         "LIMIT": activation.clamp_limit,
         "ALPHA": activation.alpha if is_swiglu else None,
         "BETA": activation.beta if is_swiglu else None,
     }
+
+
+def _ungated(spec: MoeSpec) -> dict[str, Constexpr]:
+    """What products alone depend on: whether there are up rows."""
+    name = None if spec.activation.is_gated else spec.activation.name
+    return {"ACTIVATION": name, "LIMIT": None, "ALPHA": None, "BETA": None}
 
 
 def _map_type(spec: MoeSpec) -> dict[str, str | None]:

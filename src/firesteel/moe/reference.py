@@ -15,6 +15,7 @@ from firesteel.moe.activation import Activation
 
 __all__ = [
     "Placement",
+    "activate_reference",
     "combine_reference",
     "count_reference",
     "down_reference",
@@ -97,11 +98,38 @@ def gate_up_reference(
             hidden = hidden * float(topk_weights.flatten()[route])
         if bias13 is not None:
             hidden = hidden + bias13[expert].double()
-        values: list[float] = hidden.tolist()
-        # Without up rows the gate stands in for them; no such activation reads it.
-        ups = values[n:] or values
-        acted = [_activate(activation, *pair) for pair in zip(values[:n], ups, strict=True)]
-        out[route] = torch.tensor(acted, dtype=torch.float64)
+        out[route] = _activate_row(activation, hidden, n)
+    return out
+
+
+def activate_reference(
+    partials: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    *,
+    activation: Activation | None = None,
+    expert_map: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    bias13: Tensor | None = None,
+) -> Tensor:
+    """hidden[r] = act(sum over s of partials[s, r] * topk_weights[r] + bias13[e]), e = topk_ids[r]
+
+    partials [S, R, 2N] (gate columns, then up columns; `[S, R, N]` where there is no up): what each
+    span of K adds to FC1's product. The rest as `gate_up_reference`. Returns float64 `[R, N]`.
+    """
+    activation = activation or Activation()
+    n = partials.shape[2] // (2 if activation.is_gated else 1)
+    experts = _experts(topk_ids, num_experts, expert_map)
+    out = torch.full((len(experts), n), math.nan, dtype=torch.float64)
+    for route, expert in enumerate(experts):
+        if expert is None:
+            continue
+        hidden = partials[:, route].double().sum(0)
+        if topk_weights is not None:
+            hidden = hidden * float(topk_weights.flatten()[route])
+        if bias13 is not None:
+            hidden = hidden + bias13[expert].double()
+        out[route] = _activate_row(activation, hidden, n)
     return out
 
 
@@ -196,6 +224,15 @@ def _experts(
             expert = local[expert] if 0 <= expert < len(local) else None
         experts.append(expert if expert is not None and 0 <= expert < num_experts else None)
     return experts
+
+
+def _activate_row(activation: Activation, hidden: Tensor, n: int) -> Tensor:
+    """The activation of a row of gates and then ups, number by number."""
+    values: list[float] = hidden.tolist()
+    # Without up rows the gate stands in for them; no such activation reads it.
+    ups = values[n:] or values
+    acted = [_activate(activation, *pair) for pair in zip(values[:n], ups, strict=True)]
+    return torch.tensor(acted, dtype=torch.float64)
 
 
 def _activate(activation: Activation, gate: float, up: float) -> float:

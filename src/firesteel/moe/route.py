@@ -6,7 +6,7 @@
 A route is a pair of a token and a slot; its expert is the one of `topk_ids`, or the one that
 `expert_map` gives for it. A route whose expert is not in [0, E) is none, and is not placed.
 
-Example: ids [1, 0, -1, 1, 1], E 3, BLOCK_M 2 give counts [1, 3, 0], route_ids [1, 0, 3, 4],
+Example: ids [1, 0, -1, 1, 1], E 3, tile_rows 2 give counts [1, 3, 0], route_ids [1, 0, 3, 4],
 expert_offsets [0, 1, 4, 4], num_blocks 3, block_expert [0, 1, 1], block_row [0, 1, 3].
 """
 
@@ -81,7 +81,8 @@ def count_all(
 
 
 @triton.jit(
-    do_not_specialize=["R"], do_not_specialize_on_alignment=["topk_ids_ptr", "expert_map_ptr"]
+    do_not_specialize=["R", "tile_rows"],
+    do_not_specialize_on_alignment=["topk_ids_ptr", "expert_map_ptr"],
 )
 def place_kernel(
     topk_ids_ptr,
@@ -93,14 +94,14 @@ def place_kernel(
     block_row_ptr,
     num_blocks_ptr,
     R: tl.int64,
+    tile_rows: tl.int64,
     E: tl.constexpr,
     NUM_GLOBAL: tl.constexpr,
     E_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sort routes by expert, stable, and cut each expert's into tiles of BLOCK_M
+    """Sort routes by expert, stable, and cut each expert's into tiles of tile_rows
 
     name            shape         dtype        layout      traffic
     topk_ids        [R]           int32/int64  contiguous  read E times (2 E without counts)
@@ -128,7 +129,9 @@ def place_kernel(
         counts = tl.load(counts_ptr + bins, mask=bins < E, other=0)
     else:
         counts = count_all(topk_ids_ptr, expert_map_ptr, R, E, NUM_GLOBAL, E_BLOCK, BLOCK_R)
-    tiles = (counts + (BLOCK_M - 1)) // BLOCK_M
+    # One where prewarm launches it with nothing.
+    rows = tl.maximum(tile_rows, 1).to(tl.int32)
+    tiles = (counts + (rows - 1)) // rows
     first_place = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
     first_tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
     num_tiles = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
@@ -140,7 +143,7 @@ def place_kernel(
         tile = start + tl.arange(0, 64)
         is_tile = tile < num_tiles
         tl.store(block_expert_ptr + first_tile + tile, tl.zeros_like(tile) + expert, mask=is_tile)
-        tl.store(block_row_ptr + first_tile + tile, first_place + tile * BLOCK_M, mask=is_tile)
+        tl.store(block_row_ptr + first_tile + tile, first_place + tile * rows, mask=is_tile)
     place = first_place
     for start in range(0, R, BLOCK_R):
         routes = start + tl.arange(0, BLOCK_R)

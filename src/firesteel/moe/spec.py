@@ -16,6 +16,9 @@ __all__ = ["GEOMETRIES", "ID_DTYPES", "Int4Weights", "MoeSpec", "check_weights",
 ID_DTYPES = ("i32", "i64")
 GROUP_SIZES = (32, 64, 128)
 BLOCK_K = 128
+ROW_UNIT = 8
+"""Elements of 16 bytes: how far apart rows of x and out lie is a multiple of it."""
+TILE_ROWS = 64
 _DTYPES = ("bf16", "fp16")
 _SCALES = ("bf16", "fp16", "fp32")
 
@@ -80,7 +83,7 @@ class MoeSpec:
             raise UnsupportedError(
                 f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
             )
-        if self.hidden_size % 8:
+        if self.hidden_size % ROW_UNIT:
             raise UnsupportedError(
                 f"hidden_size: got {self.hidden_size}, must be a multiple of 8: rows of x and out "
                 "start at multiples of 16 bytes"
@@ -152,8 +155,8 @@ class MoeSpec:
         """The layer's tensors, then those of a call: x, topk_ids, topk_weights, out."""
         k, n = self.hidden_size, self.intermediate_size
         found = [
-            *self._weights("w13", self.w13, self.num_parts * n, k),
-            *self._weights("w2", self.w2, k, n),
+            *self._weights("w13", self.w13, self.num_parts, n, k),
+            *self._weights("w2", self.w2, 1, k, n),
         ]
         if self.num_global_experts is not None:
             shape = (self.num_global_experts,)
@@ -162,21 +165,30 @@ class MoeSpec:
         routes = (NUM_TOKENS, self.top_k)
         return (
             *found,
-            Operand("x", self.dtype, (NUM_TOKENS, k), has_stride=True),
+            Operand("x", self.dtype, (NUM_TOKENS, k), has_stride=True, row_unit=ROW_UNIT),
             Operand("topk_ids", ids, routes, is_aligned=False),
             Operand("topk_weights", "fp32", routes, is_aligned=False),
-            Operand("out", self.dtype, (NUM_TOKENS, k), has_stride=True, is_written=True),
+            Operand(
+                "out",
+                self.dtype,
+                (NUM_TOKENS, k),
+                has_stride=True,
+                is_written=True,
+                row_unit=ROW_UNIT,
+            ),
         )
 
-    def _weights(self, name: str, stored: Int4Weights, rows: int, k: int) -> list[Operand]:
-        e, groups = self.num_experts, -(-k // stored.group_size)
+    def _weights(self, name: str, stored: Int4Weights, parts: int, n: int, k: int) -> list[Operand]:
+        """A stack of `parts` matrices `[n, k]` an expert, as `firesteel.formats.packed` has it."""
+        e, rows, groups = self.num_experts, parts * n, k // stored.group_size
+        num_tiles, num_blocks = -(-n // TILE_ROWS), -(-k // BLOCK_K)
         found = [
-            # Words of four codes: block of 128 columns, then 32 words of it.
-            Operand(f"{name}.codes", "i16", (e, rows, -(-k // BLOCK_K), 32)),
-            Operand(f"{name}.scales", stored.scale, (e, rows, groups)),
+            # Words of four codes: tile of rows, block of columns, row of the tile, 32 words of it.
+            Operand(f"{name}.codes", "i16", (e, parts, num_tiles, num_blocks, TILE_ROWS, 32)),
+            Operand(f"{name}.scales", stored.scale, (e, groups, rows)),
         ]
         if stored.has_zero_points:
-            found.append(Operand(f"{name}.zero_points", "u8", (e, rows, groups)))
+            found.append(Operand(f"{name}.zero_points", "u8", (e, groups, rows)))
         if stored.has_bias:
             found.append(Operand(f"{name}.bias", self.dtype, (e, rows)))
         return found

@@ -1,5 +1,5 @@
 # pyright: basic
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportRedeclaration=false, reportArgumentType=false
 # ruff: noqa: ANN001, ANN201
 """What the two weight kernels share: whose rows a program has, int4 numbers, the activation.
 
@@ -56,25 +56,70 @@ def find_tile(
 
 
 @triton.jit
-def numbers_of_plane(words, zero, PLANE: tl.constexpr):
-    """code - zero point of one plane of int16 words, exactly, in zero's dtype.
-
-    `zero` is what `zero_of` gives: with the bits of a power of two whose last place is 1 above
-    them, the four bits of a code are that power plus the code.
-    """
-    codes = (words >> (4 * PLANE)) & 15
-    if zero.dtype == tl.bfloat16:
-        numbers = (codes | 0x4300).to(tl.bfloat16, bitcast=True)
-    elif zero.dtype == tl.float16:
-        numbers = (codes | 0x6400).to(tl.float16, bitcast=True)
+def bf16_pairs(words, PLANE: tl.constexpr):
+    """128 + codes of a plane in bf16, two words at a time: one shift, one LOP3."""
+    if PLANE == 0:
+        asm: tl.constexpr = "{ lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea; }"
+    elif PLANE == 1:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }"
+        )
+    elif PLANE == 2:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }"
+        )
     else:
-        numbers = codes.to(tl.float32)
-    return numbers - zero
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }"
+        )
+    return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def fp16_pairs(words, PLANE: tl.constexpr):
+    """1024 + codes of a plane in fp16, two words at a time: one shift, one LOP3."""
+    if PLANE == 0:
+        asm: tl.constexpr = "{ lop3.b32 $0, $1, 0x000f000f, 0x64006400, 0xea; }"
+    elif PLANE == 1:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }"
+        )
+    elif PLANE == 2:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }"
+        )
+    else:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea; }"
+        )
+    return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def magic_of_plane(words, dtype: tl.constexpr, PLANE: tl.constexpr, PAIRS: tl.constexpr):
+    """A power of two plus the codes of one plane of int16 words, exactly; `zero_of` has the power.
+
+    Its last place is 1, so that its bits with those of a code are their sum. PAIRS takes two words
+    at once, by PTX, which Triton's interpreter does not run.
+    """
+    if PAIRS and dtype == tl.bfloat16:
+        numbers = bf16_pairs(words, PLANE)
+    elif PAIRS and dtype == tl.float16:
+        numbers = fp16_pairs(words, PLANE)
+    else:
+        codes = (words >> (4 * PLANE)) & 15
+        if dtype == tl.bfloat16:
+            numbers = (codes | 0x4300).to(tl.bfloat16, bitcast=True)
+        elif dtype == tl.float16:
+            numbers = (codes | 0x6400).to(tl.float16, bitcast=True)
+        else:
+            numbers = codes.to(tl.float32)
+    return numbers
 
 
 @triton.jit
 def zero_of(zero_points, dtype: tl.constexpr):
-    """What `numbers_of_plane` subtracts; exact for zero points of 0 to 128."""
+    """What to subtract from `magic_of_plane` for code - zero point; exact for 0 to 128."""
     if dtype == tl.bfloat16:
         zero = zero_points + 128.0
     elif dtype == tl.float16:
@@ -95,45 +140,65 @@ def load_columns(x_rows, is_row, start, PLANE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def word_offsets(row, NUM_BLOCKS: tl.constexpr):
+    """Offsets of the words `[rows, 32]` of rows of a matrix in block 0, in words.
+
+    A tile of 64 rows and 128 columns is 2048 words in one piece; tiles of a row of tiles follow
+    each other along the columns.
+    """
+    tile = (row // 64) * (NUM_BLOCKS * 2048) + (row % 64) * 32
+    return tile[:, None] + tl.arange(0, 32)[None, :]
+
+
+@triton.jit
+def load_where(ptrs, mask):
+    """What stands at `ptrs`, 0 where `mask` says no; it may be None: everywhere."""
+    return tl.load(ptrs) if mask is None else tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
 def add_block(
     acc,
     codes_ptrs,
     scales_ptrs,
     zeros_ptrs,
     is_out,
+    is_tile,
     block,
     x0,
     x1,
     x2,
     x3,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """acc + the product of one 128-column block of W with x, `[BLOCK_N, BLOCK_M]` fp32.
 
-    codes_ptrs `[BLOCK_N, 32]` at block 0; scales_ptrs and zeros_ptrs `[BLOCK_N]` at group 0.
-    Planes that share a scale are summed before they are scaled.
+    codes_ptrs `[BLOCK_N, 32]` at block 0; scales_ptrs and zeros_ptrs `[BLOCK_N]` at group 0, with
+    ROWS from a group to the next. is_out is None where every row is one, is_tile where every row
+    has words. Planes that share a scale are summed before they are scaled.
     """
     IS_WIDE: tl.constexpr = GROUP_SIZE == K or GROUP_SIZE % 128 == 0
     PLANES: tl.constexpr = 4 if IS_WIDE else GROUP_SIZE // 32
-    words = tl.load(codes_ptrs + block * 32, mask=is_out[:, None], other=0)
-    # Of a type that arithmetic below cannot widen.
+    words = load_where(codes_ptrs + block * 2048, is_tile)
     zero = zero_of(tl.full((1, 1), 8.0, tl.float32), x0.dtype)
     for span in tl.static_range(4 // PLANES):
         column = block * 128 + span * 32 * PLANES
         group = 0 if GROUP_SIZE == K else column // GROUP_SIZE
         mask = is_out
         if K % 128 != 0:
-            mask = mask & (column < K)
-        scale = tl.load(scales_ptrs + group, mask=mask, other=0.0).to(tl.float32)
+            mask = (column < K) if is_out is None else is_out & (column < K)
+        scale = load_where(scales_ptrs + group * ROWS, mask).to(tl.float32)
         if zeros_ptrs is not None:
-            points = tl.load(zeros_ptrs + group, mask=mask, other=0).to(tl.float32)
+            points = load_where(zeros_ptrs + group * ROWS, mask).to(tl.float32)
             zero = zero_of(points, x0.dtype)[:, None]
         part = tl.zeros(acc.shape, dtype=tl.float32)
         for plane in tl.static_range(4):
             if plane // PLANES == span:
                 x = x0 if plane == 0 else x1 if plane == 1 else x2 if plane == 2 else x3
-                numbers = numbers_of_plane(words, zero, plane)
+                numbers = magic_of_plane(words, x0.dtype, plane, PAIRS) - zero
                 part = tl.dot(numbers, x, part, input_precision="ieee")
         acc += part * scale[:, None]
     return acc

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from firesteel.cli.options import (
+    BatchInvariantOption,
     CheckpointOption,
     DeviceOption,
     JsonOption,
@@ -121,4 +122,36 @@ def launch(
         max_tokens=8192 if max_tokens is None else max_tokens,
     )
     request = LaunchRequest(choice=choice, device=device, captures=captures)
+    run(request, as_json=as_json, out=out)
+
+
+@bench.command()
+def moe(
+    *,
+    shape: Annotated[
+        str, typer.Option(help="A model, and -tpN for one of N ranks.")
+    ] = "glm-5.2-tp4",
+    recipe: Annotated[str, typer.Option(help="How experts are stored.")] = "int4-g128",
+    m: Annotated[
+        str, typer.Option("--m", help="Token counts, with commas between.")
+    ] = "1,8,32,64,256,1024,3072,8192",
+    routing: Annotated[str, typer.Option(help="uniform or zipf.")] = "uniform",
+    batch_invariant: BatchInvariantOption = False,
+    baseline: Annotated[bool, typer.Option(help="Also time torch's bf16 products.")] = True,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """A whole MoE layer on a GPU, against its floor and torch's bf16 grouped products."""
+    from firesteel.cli.bench.moe import MoeRequest, run, sizes_of
+
+    request = MoeRequest(
+        shape=shape,
+        recipe=recipe,
+        sizes=sizes_of(m),
+        routing=routing,
+        batch_invariant=batch_invariant,
+        baseline=baseline,
+        device=device,
+    )
     run(request, as_json=as_json, out=out)

@@ -59,14 +59,27 @@ def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[s
 
 
 def random_call(
-    spec: MoeSpec, num_tokens: int, device: torch.device, *, ids: str = "i32", seed: int = 0
+    spec: MoeSpec,
+    num_tokens: int,
+    device: torch.device,
+    *,
+    ids: str = "i32",
+    seed: int = 0,
+    zipf: bool = False,
 ) -> Call:
-    """Activations of unit spread, distinct experts a token, router weights that sum to 1."""
+    """Activations of unit spread, distinct experts a token, router weights that sum to 1.
+
+    Experts are equally likely, or, with `zipf`, number i as likely as 1 / (i + 1).
+    """
     generator = torch.Generator(device).manual_seed(seed)
     k, experts = spec.hidden_size, spec.num_global_experts or spec.num_experts
     dtype = DTYPES[spec.dtype]
     x = torch.randn(num_tokens, k, generator=generator, device=device).to(dtype)
     scores = torch.rand(num_tokens, experts, generator=generator, device=device)
+    if zipf:
+        # The largest of u ** (i + 1): drawing without replacement by weight 1 / (i + 1).
+        scores = scores ** torch.arange(1, experts + 1, device=device)
     values, chosen = scores.topk(spec.top_k, dim=1)
+    values = torch.rand(values.shape, generator=generator, device=device) + 0.1
     weights = values / values.sum(1, keepdim=True)
     return Call(x, chosen.to(_IDS[ids]), weights.float(), torch.full_like(x, torch.nan))

@@ -1,0 +1,243 @@
+"""`firesteel bench moe`: a whole MoE layer on a GPU, against its floor and against torch in bf16.
+
+Each time is that of a CUDA graph over rotated routings, so that weights come from memory and not
+from the cache; the error is against float64 on the same numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firesteel.cli.bench.moe_inputs import Call, random_call, random_weights
+from firesteel.cli.bench.moe_torch import TorchLayer, dense_weights, layer_in_float64
+from firesteel.cli.bench.records import context, progress, writer
+from firesteel.cli.console import stdout, table
+from firesteel.cli.planning import PlanChoice, make_specs
+from firesteel.device import checked_device, default_device, synchronize
+from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
+from firesteel.launch import plan, prewarm
+from firesteel.moe.layer import MoeLayer
+from firesteel.moe.spec import MoeSpec
+
+__all__ = ["MoeRequest", "floor_us", "run", "sizes_of"]
+
+_SHAPE = re.compile(r"(?P<model>.+?)(?:-tp(?P<tp>\d+))?")
+# What an H200 reaches: bytes a second of a copy, and bf16 operations a second of a product.
+BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
+MAX_ERROR = 0.02
+_REPLAYS = 25
+_CHECKED_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeRequest:
+    """The options of `firesteel bench moe`.
+
+    Fields
+        shape     a model's name, and "-tpN" for one of N ranks
+        recipe    how the experts are stored
+        sizes     token counts
+        routing   "uniform", or "zipf": expert i is chosen as often as 1 / (i + 1)
+        baseline  also time bf16 grouped products of torch
+    """
+
+    shape: str = "glm-5.2-tp4"
+    recipe: str = "int4-g128"
+    sizes: tuple[int, ...] = (1, 8, 32, 64, 256, 1024, 3072, 8192)
+    routing: str = "uniform"
+    device: str | None = None
+    batch_invariant: bool = False
+    baseline: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1:
+            raise InvalidArgumentError(f"--m: got {list(self.sizes)}, must be token counts from 1")
+        if self.routing not in ("uniform", "zipf"):
+            raise InvalidArgumentError(f"--routing: got {self.routing!r}, must be uniform or zipf")
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Token counts from "1,8,64".
+
+    Raises
+        InvalidArgumentError: they are none.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise InvalidArgumentError(f"--m: got {text!r}, must be token counts with commas between")
+    return tuple(int(word) for word in words)
+
+
+def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
+    """Measure, and print a line a size.
+
+    Raises
+        UnsupportedError: no GPU.
+        FiresteelError: the layer's numbers are wrong.
+    """
+    device = default_device() if request.device is None else checked_device(request.device)
+    if device.type != "cuda":
+        raise UnsupportedError(f"device: got {device}, a layer is timed on a CUDA device")
+    found = _SHAPE.fullmatch(request.shape)
+    assert found is not None
+    (spec,) = make_specs(
+        PlanChoice(
+            model=found["model"],
+            tp=int(found["tp"] or 1),
+            recipe=request.recipe,
+            batch_invariant=request.batch_invariant,
+        )
+    )
+    rows: list[dict[str, Any]] = []
+    with writer(out, as_json=as_json) as write, progress() as say:
+        say("prewarming")
+        ready = prewarm(plan(spec, max(request.sizes), flags={"ids": ["i32"]}), device=device)
+        weights = random_weights(spec, device)
+        layer = MoeLayer(ready, weights, ready.arena())
+        dense = dense_weights(spec, weights) if request.baseline else None
+        for num_tokens in request.sizes:
+            say(f"{num_tokens} tokens")
+            row: dict[str, Any] = {
+                "bench": "moe",
+                "shape": request.shape,
+                "recipe": request.recipe,
+                "batch_invariant": request.batch_invariant,
+                "routing": request.routing,
+                **_measure(request, spec, layer, weights, num_tokens, dense),
+                **context(device),
+            }
+            write(row)
+            rows.append(row)
+            if row["rel_err"] > MAX_ERROR:
+                raise FiresteelError(f"rel_err: {row['rel_err']} at {num_tokens} tokens")
+    if not as_json:
+        _print(rows)
+
+
+def _measure(
+    request: MoeRequest,
+    spec: MoeSpec,
+    layer: MoeLayer,
+    weights: dict[str, Tensor],
+    num_tokens: int,
+    dense: TorchLayer | None,
+) -> dict[str, Any]:
+    device = next(iter(weights.values())).device
+    # Enough routings that what one of them read is out of the cache when it comes again.
+    count = 16 if num_tokens <= 8 else 8 if num_tokens <= 256 else 4
+    calls = [
+        random_call(spec, num_tokens, device, seed=seed, zipf=request.routing == "zipf")
+        for seed in range(count)
+    ]
+    times = graph_us([partial(layer.run, *call.tensors) for call in calls])
+    layer.run(*calls[0].tensors)
+    error = _error(spec, weights, calls[0], calls[0].out)
+    hit = statistics.mean(len(call.topk_ids.unique()) for call in calls)
+    floor = floor_us(spec, num_tokens, hit)
+    us = statistics.median(times)
+    row: dict[str, Any] = {
+        "m": num_tokens,
+        "us": us,
+        "us_p20": statistics.quantiles(times, n=5)[0],
+        "us_p80": statistics.quantiles(times, n=5)[3],
+        "floor_us": floor,
+        "fraction_of_floor": floor / us,
+        "tflops": _operations(spec, num_tokens) / us / 1e6,
+        "experts_hit": hit,
+        "launches": len(layer.bounds[torch.int32].resolve(num_tokens)),
+        "host_us": _host_us(partial(layer.run, *calls[0].tensors), device),
+        "rel_err": error,
+    }
+    if dense is not None:
+        row["torch_bf16_us"] = statistics.median(graph_us([partial(dense, call) for call in calls]))
+        row["torch_bf16_rel_err"] = _error(spec, weights, calls[0], dense(calls[0]))
+    return row
+
+
+def floor_us(spec: MoeSpec, num_tokens: int, experts_hit: float) -> float:
+    """Microseconds in which no version can run: bytes over bandwidth, or operations over rate."""
+    total = 0.0
+    for stored, rows, k in (
+        (spec.w13, spec.num_parts * spec.intermediate_size, spec.hidden_size),
+        (spec.w2, spec.hidden_size, spec.intermediate_size),
+    ):
+        scale = {"bf16": 2, "fp16": 2, "fp32": 4}[stored.scale] + stored.has_zero_points
+        total += experts_hit * rows * (k / 2 + k / stored.group_size * scale)
+    total += 4 * num_tokens * spec.hidden_size
+    return max(total / BANDWIDTH, _operations(spec, num_tokens) / MATRIX_RATE) * 1e6
+
+
+def _operations(spec: MoeSpec, num_tokens: int) -> float:
+    sizes = spec.hidden_size * spec.intermediate_size
+    return 2.0 * num_tokens * spec.top_k * sizes * (spec.num_parts + 1)
+
+
+def graph_us(functions: Sequence[Callable[[], object]]) -> list[float]:
+    """Microseconds a function, of each replay of a graph that calls each once."""
+    for function in functions:
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for function in functions:
+            function()
+    found: list[float] = []
+    for _ in range(_REPLAYS + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1000 / len(functions))
+    return found[3:]
+
+
+def _host_us(function: Callable[[], object], device: torch.device) -> float:
+    found: list[float] = []
+    for _ in range(9):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(30):
+            function()
+        found.append((time.perf_counter() - start) / 30 * 1e6)
+    synchronize(device)
+    return statistics.median(found)
+
+
+def _error(spec: MoeSpec, weights: dict[str, Tensor], call: Call, out: Tensor) -> float:
+    """Norm of the difference from float64 over float64's, of the first few tokens."""
+    few = slice(0, min(_CHECKED_TOKENS, call.x.shape[0]))
+    expected = layer_in_float64(
+        spec, weights, call.x[few], call.topk_ids[few], call.topk_weights[few]
+    )
+    return float((out[few].double() - expected).norm() / expected.norm())
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    shown = table("tokens", "us>", "p20-p80>", "floor us>", "of floor>", "TFLOP/s>", "host us>",
+                  "torch bf16 us>", "rel. error>")  # fmt: skip
+    for row in rows:
+        torch_us = row.get("torch_bf16_us")
+        shown.add_row(
+            str(row["m"]),
+            f"{row['us']:.1f}",
+            f"{row['us_p20']:.1f}-{row['us_p80']:.1f}",
+            f"{row['floor_us']:.1f}",
+            f"{row['fraction_of_floor']:.2f}",
+            f"{row['tflops']:.0f}",
+            f"{row['host_us']:.1f}",
+            "-" if torch_us is None else f"{torch_us:.1f}",
+            f"{row['rel_err']:.4f}",
+        )
+    stdout().print(f"{rows[0]['shape']} {rows[0]['recipe']}, {rows[0]['routing']} routing")
+    stdout().print(shown)

@@ -1,0 +1,101 @@
+"""Baseline and oracle of `firesteel bench moe`: the same layer in torch, in bf16 and float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from firesteel.cli.bench.moe_inputs import Call
+from firesteel.launch.key import DTYPES
+from firesteel.moe.spec import MoeSpec
+
+__all__ = ["TorchLayer", "dense_weights", "layer_in_float64"]
+
+
+def _expand(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
+    """One expert's matrix `[P * n, k]` in float64, from the tensors that kernels read."""
+    stored = getattr(spec, name)
+    codes = weights[f"{name}.codes"][expert].int() & 0xFFFF
+    # [P, T, B, 64, 32] words to [P, T, 64, B, 4, 32] codes.
+    planes = torch.stack([(codes >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
+    rows = planes.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
+    parts = spec.num_parts if name == "w13" else 1
+    n = spec.intermediate_size if name == "w13" else spec.hidden_size
+    k = spec.hidden_size if name == "w13" else spec.intermediate_size
+    numbers = rows[:, :n, :k].reshape(parts * n, k).double()
+    zero = 8.0
+    if stored.has_zero_points:
+        zero = (
+            weights[f"{name}.zero_points"][expert]
+            .double()
+            .T.repeat_interleave(stored.group_size, dim=1)
+        )
+    scales = weights[f"{name}.scales"][expert].double().T
+    return (numbers - zero) * scales.repeat_interleave(stored.group_size, dim=1)
+
+
+def layer_in_float64(
+    spec: MoeSpec, weights: dict[str, Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> Tensor:
+    """The layer of a few tokens in float64: `[M, K]`."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token in range(x.shape[0]):
+        for slot, expert in enumerate(topk_ids[token].tolist()):
+            hidden = _expand(spec, weights, "w13", expert) @ x[token].double()
+            if spec.w13.has_bias:
+                hidden = hidden + weights["w13.bias"][expert].double()
+            y = _expand(spec, weights, "w2", expert) @ spec.activation(hidden[None])[0]
+            if spec.w2.has_bias:
+                y = y + weights["w2.bias"][expert].double()
+            out[token] += topk_weights[token, slot].double() * y
+    return out
+
+
+class TorchLayer:
+    """The layer in bf16 with torch's grouped products, all on the device.
+
+    Args:
+        w13, w2: `[E, P*N, K]` and `[E, K, N]`.
+    """
+
+    def __init__(self, spec: MoeSpec, w13: Tensor, w2: Tensor, bias: dict[str, Tensor]) -> None:
+        self._spec = spec
+        self._w13 = w13.transpose(1, 2)
+        self._w2 = w2.transpose(1, 2)
+        self._bias = bias
+
+    def __call__(self, call: Call) -> Tensor:
+        """`[M, K]`: sort, FC1, activation, FC2, weighted sum."""
+        spec, grouped = self._spec, torch.nn.functional.grouped_mm
+        product: Any = grouped
+        ids = call.topk_ids.reshape(-1)
+        order = torch.argsort(ids, stable=True)
+        experts = ids[order].long()
+        counts = torch.zeros(spec.num_experts, dtype=torch.int32, device=ids.device)
+        counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        hidden = product(call.x[order // spec.top_k], self._w13, offs=offsets)
+        if "w13.bias" in self._bias:
+            hidden = hidden + self._bias["w13.bias"][experts]
+        y = product(spec.activation(hidden), self._w2, offs=offsets)
+        if "w2.bias" in self._bias:
+            y = y + self._bias["w2.bias"][experts]
+        weighted = y.float() * call.topk_weights.reshape(-1)[order].unsqueeze(1)
+        back = torch.empty_like(weighted)
+        back[order] = weighted
+        return back.view(-1, spec.top_k, spec.hidden_size).sum(1).to(call.x.dtype)
+
+
+def dense_weights(spec: MoeSpec, weights: dict[str, Tensor]) -> TorchLayer:
+    """The weights in the layer's 16-bit dtype, rounded once, behind torch's products."""
+    dtype = DTYPES[spec.dtype]
+    stacks = {
+        name: torch.stack(
+            [_expand(spec, weights, name, expert).to(dtype) for expert in range(spec.num_experts)]
+        )
+        for name in ("w13", "w2")
+    }
+    bias = {name: tensor for name, tensor in weights.items() if name.endswith(".bias")}
+    return TorchLayer(spec, stacks["w13"], stacks["w2"], bias)
