@@ -16,6 +16,7 @@ from tests.cli.command import assert_error, invoke
 from tests.launch.gather_rows import GatherRows
 
 SEED = ("--model", "glm-5.2", "--tp", 4, "--max-tokens", 64)
+LAYER = geometry("glm-5.2", tensor_parallel=4)
 A = LaunchKey("m.a", (), (("B", 1),))
 B = LaunchKey("m.a", (), (("B", 2),))
 C = LaunchKey("m.c", (), ())
@@ -46,28 +47,45 @@ def entry(key: LaunchKey, *spans: list[int]) -> dict:
 def test_traffic_that_reaches_every_key_passes(put):
     traffic = put("t.txt", "# start\n1\n5 # packed\n\n  64\n")
     code, found = audit(*SEED, "--ids", "int32", "--traffic", traffic)
-    assert (code, found["passed"], found["planned"], found["calls"]) == (0, True, 6, 3)
-    assert len(found["reached"]) == found["prewarmed"] == 6
+    keys = plan(LAYER, 64, flags={"ids": ["i32"]}).keys
+    assert (code, found["passed"], found["planned"], found["calls"]) == (0, True, len(keys), 3)
+    assert found["reached"] == [str(key) for key in keys]
+    assert found["prewarmed"] == len(keys)
     assert found["misses"] == found["too_long"] == found["never_reached_numbers"] == []
-    # Three launches of a call of 1 token, four of each packed one.
-    assert found["launches"] == 3 + 4 + 4
+    by_kernel: Counter[str] = Counter()
+    for counted in found["launches_by_key"]:
+        by_kernel[counted["kernel"].rpartition(".")[2]] += counted["launches"]
+    # One direct call and two packed ones.
+    direct = Counter(gate_up_kernel=1, activate_kernel=1, down_kernel=1, combine_kernel=1)
+    packed = Counter(place_kernel=2, gate_up_kernel=2, down_kernel=2, combine_kernel=2)
+    assert by_kernel == direct + packed
+    assert found["launches"] == by_kernel.total()
 
 
 def test_a_call_reaches_the_keys_of_every_type_of_ids(put):
     traffic = put("t.json", [1, 64])
     code, found = audit(*SEED, "--traffic", traffic)
-    assert (code, found["planned"], len(found["reached"])) == (0, 10, 10)
+    keys = plan(LAYER, 64).keys
+    assert len(keys) > len(plan(LAYER, 64, flags={"ids": ["i32"]}).keys)
+    assert (code, found["planned"]) == (0, len(keys))
+    assert set(found["reached"]) == {str(key) for key in keys}
 
 
 def test_keys_that_are_never_reached_have_the_numbers_of_the_plan(put):
     result = invoke("audit", *SEED, "--ids", "int32", "--traffic", put("t.txt", "64\n64\n"))
     assert result.exit_code == 0
-    made = plan(geometry("glm-5.2", tensor_parallel=4), 64, flags={"ids": ["i32"]})
+    made = plan(LAYER, 64, flags={"ids": ["i32"]})
     direct = [n for n, key in enumerate(made.keys) if made.ranges()[key] == [(1, 4)]]
-    assert f"never reached    2 keys: {direct[0]}, {direct[1]}" in result.stdout
+    names = {made.keys[number].name for number in direct}
+    assert names == {"gate_up_kernel", "activate_kernel", "down_kernel"}
+    lines = result.stdout.splitlines()
+    head = f"never reached    {len(direct)} keys: {', '.join(map(str, direct))}"
+    assert head in [line.rstrip() for line in lines]
     assert "traffic          2 calls of 1 token count" in result.stdout
-    # In the head, and beside each of the two.
-    assert result.stdout.count("never reached") == 3
+    # In the head, and beside each of them.
+    marked = [line.split()[0] for line in lines if line.rstrip().endswith("never reached")]
+    assert marked == [str(number) for number in direct]
+    assert result.stdout.count("never reached") == 1 + len(direct)
 
 
 def test_counts_beyond_the_plan_fail(put):
@@ -80,11 +98,12 @@ def test_counts_beyond_the_plan_fail(put):
 
 
 def test_a_warm_up_of_too_few_keys_misses(put):
-    made = plan(geometry("glm-5.2", tensor_parallel=4), 64, flags={"ids": ["i32"]})
+    made = plan(LAYER, 64, flags={"ids": ["i32"]})
     some = [key.as_dict() for key in made.keys if key.name != "combine_kernel"]
     options = ("--ids", "int32", "--traffic", put("t.txt", "1\n64\n64"))
     code, found = audit(*SEED, *options, "--prewarmed", put("keys.json", some))
-    assert (code, found["prewarmed"], found["planned"]) == (1, 5, 6)
+    assert len(some) == len(made.keys) - 1
+    assert (code, found["prewarmed"], found["planned"]) == (1, len(some), len(made.keys))
     (miss,) = found["misses"]
     assert miss["asked"] == "1 tokens"
     assert miss["key"]["kernel"].endswith("combine_kernel")

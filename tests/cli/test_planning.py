@@ -9,6 +9,7 @@ import pytest
 
 from firesteel.cli.keys import distinctions, spans
 from firesteel.launch import LaunchKey, plan
+from firesteel.moe.plan import BATCH_INVARIANT, TILES
 from firesteel.moe.spec import GEOMETRIES, geometry
 from tests.checkpoints import STORAGES, edit_config, write
 from tests.cli.command import (
@@ -30,13 +31,17 @@ def test_the_reference_geometry_is_planned():
     assert result.exit_code == 0
     first, _, *rows = (" ".join(line.split()) for line in result.stdout.splitlines())
     title = "MoE int4-g128 K=6144 N=512 E=256 top_k=8 bf16 silu"
-    assert first == f"{title}: 10 keys for 0..64 tokens"
+    assert first == f"{title}: 12 keys for 0..64 tokens"
     assert rows[0] == "key kernel tokens what sets it apart warps stages"
-    assert rows[1] == "0 gate_up_kernel 1-4 int32 ids, direct 4 3"
-    assert rows[3] == "2 combine_kernel 1-64 int32 ids 4 3"
-    assert rows[5] == "4 gate_up_kernel 5-64 packed 4 3"
+    assert rows[1] == "0 gate_up_kernel 1-4 int32 ids, direct, SPLIT_K 4 4 4"
+    assert rows[2] == "1 activate_kernel 1-4 int32 ids 4 3"
+    assert rows[3] == "2 down_kernel 1-4 int32 ids, direct, BLOCK_N 64, SPAN 1 4 3"
+    assert rows[4] == "3 combine_kernel 1-64 int32 ids 4 3"
+    assert rows[6] == "5 gate_up_kernel 5-64 packed, SPLIT_K 1 4 3"
     assert "hidden bf16 512 x 512 524,288" in rows
     made = plan(geometry("glm-5.2", tensor_parallel=4), 64)
+    # Below the rows of keys stands a blank line.
+    assert rows.index("") == 1 + len(made.keys)
     assert f"{made.workspace.num_bytes:,}" in result.stdout
     assert f"digest {made.digest}, " in rows[-1]
     assert result.stderr == ""
@@ -53,7 +58,7 @@ def test_json_is_the_plan_and_3072_tokens_are_quick():
     assert time.process_time() - start < 10
     made = plan(geometry("glm-5.2", tensor_parallel=4), 3072)
     assert found == json.loads(json.dumps(made.as_dict()))
-    assert len(found["keys"]) == 16
+    assert len(found["keys"]) == 22
     assert found["flags"] == [{"ids": "i32"}, {"ids": "i64"}]
 
 
@@ -74,10 +79,21 @@ def test_ids_narrow_the_plan():
     assert both["flags"] == [{"ids": "i64"}, {"ids": "i32"}]
 
 
+def tiles_of(found: dict) -> set[int]:
+    """The rows of tiles that a plan's keys are compiled for."""
+    constexprs = [key["constexprs"] for key in found["keys"]]
+    return {values["BLOCK_M"] for values in constexprs if "BLOCK_M" in values}
+
+
 def test_batch_invariant_is_another_spec():
-    found = invoke_json("plan", *SEED, "--max-tokens", 64, "--batch-invariant")
+    # So many tokens reach every tile of a plan whose rows may differ.
+    usual = invoke_json("plan", *SEED, "--max-tokens", 1280)
+    assert tiles_of(usual) == {tile.rows for _, tile in TILES}
+    found = invoke_json("plan", *SEED, "--max-tokens", 1280, "--batch-invariant")
     assert found["spec"]["batch_invariant"] is True
-    assert {key["constexprs"].get("BLOCK_M", 64) for key in found["keys"]} == {64}
+    assert tiles_of(found) == {BATCH_INVARIANT.rows}
+    (gate_up,) = (key for key in found["keys"] if key["kernel"].endswith("gate_up_kernel"))
+    assert gate_up["tokens"] == [[1, 1280]]
 
 
 def test_max_tokens_is_the_operators(monkeypatch):
@@ -209,10 +225,26 @@ def key(kernel: str, *, warps: int = 4, arguments: tuple = (), **constexprs) -> 
     return LaunchKey(f"m.{kernel}", arguments, tuple(constexprs.items()), num_warps=warps)
 
 
-def test_no_two_keys_of_a_plan_read_alike():
-    made = plan(geometry("glm-5.2", tensor_parallel=4), 3072)
+@pytest.mark.parametrize("model", list(GEOMETRIES))
+def test_no_two_keys_of_a_plan_read_alike(model: str):
+    made = plan(geometry(model, group_size=64), 2048)
     shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
-    assert len(set(shown)) == len(made.keys) == 16
+    assert len(set(shown)) == len(made.keys)
+    tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
+    assert tiles == {tile.rows for _, tile in TILES}
+
+
+def test_keys_of_a_large_plan_are_told_apart_by_how_they_cut_the_layer():
+    made = plan(geometry("glm-5.2", tensor_parallel=4), 3072, flags={"ids": ("i32",)})
+    apart = distinctions(made.keys)
+    shown = [text for k, text in zip(made.keys, apart, strict=True) if k.name == "gate_up_kernel"]
+    assert shown == [
+        "int32 ids, direct, BLOCK_M 8, SPLIT_K 4",
+        "packed, BLOCK_M 8, SPLIT_K 1",
+        "packed, BLOCK_M 16, SPLIT_K 1",
+        "packed, BLOCK_M 32, SPLIT_K 1",
+        "packed, BLOCK_M 64, SPLIT_K 1, JOINT",
+    ]
 
 
 def test_a_key_is_told_apart_by_what_varies_and_no_more():
@@ -228,6 +260,15 @@ def test_a_key_is_told_apart_by_what_varies_and_no_more():
         "BLOCK 32, num_warps 8",
         "",
     ]
+
+
+def test_a_constant_that_is_true_is_its_name_and_one_that_is_false_is_left_out():
+    keys = [
+        key("a", BLOCK=1, JOINT=True),
+        key("a", BLOCK=2, JOINT=True),
+        key("a", BLOCK=2, JOINT=False),
+    ]
+    assert distinctions(keys) == ["BLOCK 1, JOINT", "BLOCK 2, JOINT", "BLOCK 2"]
 
 
 def test_a_tensor_that_is_absent_tells_keys_apart():

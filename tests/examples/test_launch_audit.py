@@ -8,6 +8,9 @@ import sys
 import pytest
 
 from firesteel.cli.auditing import read_traffic
+from firesteel.launch import plan
+from firesteel.moe.plan import DIRECT, TILES, select
+from firesteel.moe.spec import geometry
 from tests.cli.command import ROOT, invoke
 
 FOLDER = ROOT / "examples" / "launch_audit"
@@ -112,7 +115,16 @@ def test_firesteels_own_plan_misses_nothing_and_reaches_every_key(example, serve
         traffic += servers["decode_64"].traffic()
     found = example.audit_planned(server.max_tokens, traffic)
     assert (found.misses, found.too_long, found.never_reached) == ((), (), ())
-    assert len(found.reached) == (10 if name in PREFILL else 6)
+    layer, flags = geometry("glm-5.2", tensor_parallel=4), (("ids", "i32"),)
+    keys = plan(layer, server.max_tokens, flags={"ids": ("i32",)}).keys
+    assert found.reached == found.prewarmed == keys
+    assert len(keys) == (15 if name in PREFILL else 7)
+    # One tile of few routes, then those of sorted ones.
+    tiles = [constexpr(key, "BLOCK_M") for key in keys if key.name == "gate_up_kernel"]
+    sorted_tiles = [tile.rows for _, tile in TILES]
+    assert tiles == [DIRECT.rows, *(sorted_tiles if name in PREFILL else sorted_tiles[:1])]
+    launches = sum(len(select(layer, num_tokens, flags)) for num_tokens in traffic)
+    assert sum(found.launches.values()) == launches
 
 
 def test_a_plan_that_ends_too_soon_is_found(example, servers):
@@ -159,7 +171,7 @@ def quoted() -> list[tuple[str, list[str]]]:
     for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL):
         lines = block.replace("\\\n", " ").splitlines()
         command = " ".join(lines[0].removeprefix("$ ").split())
-        found.append((command, [line for line in lines[1:] if line != "..."]))
+        found.append((command, lines[1:]))
     return found
 
 
@@ -177,16 +189,25 @@ def test_the_page_quotes_what_its_commands_print(example, written, monkeypatch, 
             output = printed
         else:
             assert program == "firesteel"
-            output = invoke(*(w.replace("build/launch_audit", str(folder)) for w in words)).stdout
-        known = squeezed(output)
-        assert lines
-        for line in lines:
-            # A line that the page cuts ends in dots.
-            start = " ".join(line.split())
+            result = invoke(*(w.replace("build/launch_audit", str(folder)) for w in words))
+            # The page ends with firesteel's own plan, which misses nothing.
+            assert result.exit_code == (1 if "--plan" in words else 0)
+            output = result.stdout
+        known, shown = squeezed(output), squeezed("\n".join(lines))
+        assert shown
+        if "..." not in shown:
+            assert shown == known
+        for start in shown:
+            # A line that the page cuts ends in dots; dots alone stand for lines that it leaves out.
             if start.endswith(" ..."):
-                assert any(other.startswith(start[:-4]) for other in known), line
-            else:
+                assert any(other.startswith(start[:-4]) for other in known), start
+            elif start != "...":
                 assert start in known
+
+
+def test_the_page_says_how_many_keys_serve_decode_and_prefill():
+    keys = plan(geometry("glm-5.2", tensor_parallel=4), 3072, flags={"ids": ("i32",)}).keys
+    assert f"one plan of {len(keys)} keys serves decode and prefill" in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("number", [268, 316, 380, 508, 636, 288, 140])

@@ -31,7 +31,8 @@ def distinctions(keys: Sequence[LaunchKey]) -> list[str]:
     """In a few words, how each key differs from the others of its kernel.
 
     How a MoE kernel finds its rows and which ids it reads, the constants that vary, and of the
-    other fields those without which two keys would read alike.
+    other fields those without which two keys would read alike. A field that is true is its name,
+    one that is false is left out.
     """
     return [_apart(key, [k for k in keys if k.kernel == key.kernel]) for key in keys]
 
@@ -94,4 +95,6 @@ def _word(name: str, value: Hashable) -> str:
     if name == "topk_ids_ptr":
         element = str(value).removeprefix("*").partition("@")[0]
         return f"int{8 * DTYPES[element].itemsize} ids" if value is not None else ""
+    if isinstance(value, bool):
+        return name if value else ""
     return f"{name} {'absent' if value is None else value}"

@@ -8,6 +8,8 @@ import pytest
 from firesteel.cli.bench.launch import HOST_SIZES, LaunchRequest, run
 from firesteel.cli.planning import PlanChoice
 from firesteel.errors import InvalidArgumentError
+from firesteel.launch import plan
+from firesteel.moe.spec import geometry
 
 pytestmark = pytest.mark.compile
 
@@ -19,7 +21,9 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     record = json.loads(out.read_text())
     assert json.loads(capsys.readouterr().out) == record
     assert record["driver"].startswith("stub")
-    assert record["plan"]["keys"] == 16
+    made = plan(geometry("qwen3-30b-a3b"), 300)
+    assert record["plan"]["keys"] == len(made.keys)
+    assert record["plan"]["digest"] == made.digest
     assert [row["tokens"] for row in record["host"]] == [n for n in HOST_SIZES if n <= 300]
     assert all(row["host_ns"] > 0 for row in record["host"])
     # Relative: a whole call costs less than this many look-ups of one row of the table,
