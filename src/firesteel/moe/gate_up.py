@@ -1,6 +1,6 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 """FC1 of the MoE layer: gate and up products of int4 weights, and the activation between them."""
 
 import triton
@@ -10,6 +10,77 @@ from triton.language.extra.cuda import gdc_wait
 from firesteel.moe.tile import activate, add_block, find_tile, load_columns, word_offsets
 
 __all__ = ["gate_up_kernel"]
+
+
+@triton.jit
+def joint_products(
+    x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
+    K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Gate and up products of blocks start..end, as one left operand: each has warps of its own."""
+    NUM_BLOCKS: tl.constexpr = (K + 127) // 128
+    PADDED: tl.constexpr = (N + 63) // 64 * 64
+    rows = tl.arange(0, PARTS * BLOCK_N)
+    part, row = rows // BLOCK_N, rows % BLOCK_N
+    column = tl.program_id(0) * BLOCK_N + row
+    codes_ptrs = codes_ptr + word_offsets(row, NUM_BLOCKS)
+    codes_ptrs += (part * (PADDED * NUM_BLOCKS * 32))[:, None]
+    scales_ptrs = scales_ptr + part * N + column
+    zeros_ptrs = None if zero_points_ptr is None else zero_points_ptr + part * N + column
+    # Words past N are there, as zeros, up to a whole tile; scales are not.
+    is_out = None if N % BLOCK_N == 0 else column < N
+    is_tile = None if PADDED % BLOCK_N == 0 else (column < PADDED)[:, None]
+    acc = tl.zeros((PARTS * BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in range(start, end):
+        x0 = load_columns(x_rows, is_row, block * 128, 0, K)
+        x1 = load_columns(x_rows, is_row, block * 128, 1, K)
+        x2 = load_columns(x_rows, is_row, block * 128, 2, K)
+        x3 = load_columns(x_rows, is_row, block * 128, 3, K)
+        acc = add_block(
+            acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
+            x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, PAIRS,
+        )  # fmt: skip
+    gate, up = acc, acc
+    if PARTS == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+    return gate, up
+
+
+@triton.jit
+def parted_products(
+    x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
+    K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Gate and up products of blocks start..end, one after the other by all warps."""
+    NUM_BLOCKS: tl.constexpr = (K + 127) // 128
+    PADDED: tl.constexpr = (N + 63) // 64 * 64
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    codes_ptrs = codes_ptr + word_offsets(tl.arange(0, BLOCK_N), NUM_BLOCKS)
+    scales_ptrs = scales_ptr + n
+    zeros_ptrs = None if zero_points_ptr is None else zero_points_ptr + n
+    is_out = None if N % BLOCK_N == 0 else n < N
+    is_tile = None if PADDED % BLOCK_N == 0 else (n < PADDED)[:, None]
+    gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in range(start, end):
+        x0 = load_columns(x_rows, is_row, block * 128, 0, K)
+        x1 = load_columns(x_rows, is_row, block * 128, 1, K)
+        x2 = load_columns(x_rows, is_row, block * 128, 2, K)
+        x3 = load_columns(x_rows, is_row, block * 128, 3, K)
+        gate = add_block(
+            gate, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
+            x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, PAIRS,
+        )  # fmt: skip
+        if PARTS == 2:
+            # Up rows come N rows after their gate rows.
+            up = add_block(
+                up, codes_ptrs + PADDED * NUM_BLOCKS * 32, scales_ptrs + N,
+                None if zeros_ptrs is None else zeros_ptrs + N, is_out, is_tile, block,
+                x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, PAIRS,
+            )  # fmt: skip
+    return gate, up
 
 
 @triton.jit(
@@ -88,8 +159,7 @@ def gate_up_kernel(
     PARTS: tl.constexpr = 2 if IS_GATED else 1
     ROWS: tl.constexpr = PARTS * N
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
-    PADDED: tl.constexpr = (N + 63) // 64 * 64
-    PART: tl.constexpr = PADDED * NUM_BLOCKS * 32
+    PART: tl.constexpr = (N + 63) // 64 * 64 * NUM_BLOCKS * 32
     NUM_GROUPS: tl.constexpr = K // GROUP_SIZE
     # Elements of 16 bytes: multiplied out here, so that the compiler sees how rows are aligned.
     UNIT: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
@@ -122,59 +192,21 @@ def gate_up_kernel(
     x_rows = x_ptr + (routes // TOP_K) * stride_x * UNIT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     codes_ptr += expert * (PARTS * PART) + tl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * 2048)
-    at = expert * (NUM_GROUPS * ROWS)
+    scales_ptr += expert * (NUM_GROUPS * ROWS)
+    if zero_points_ptr is not None:
+        zero_points_ptr += expert * (NUM_GROUPS * ROWS)
     span = tl.program_id(2)
-    blocks = (span * NUM_BLOCKS // SPLIT_K, (span + 1) * NUM_BLOCKS // SPLIT_K)
+    start, end = span * NUM_BLOCKS // SPLIT_K, (span + 1) * NUM_BLOCKS // SPLIT_K
     if JOINT:
-        # Gate and up rows are one left operand: one warp group multiplies each.
-        rows = tl.arange(0, PARTS * BLOCK_N)
-        part, row = rows // BLOCK_N, rows % BLOCK_N
-        column = tl.program_id(0) * BLOCK_N + row
-        codes_ptrs = codes_ptr + word_offsets(row, NUM_BLOCKS) + (part * PART)[:, None]
-        scales_ptrs = scales_ptr + at + part * N + column
-        zeros_ptrs = None
-        if zero_points_ptr is not None:
-            zeros_ptrs = zero_points_ptr + at + part * N + column
-        # Words past N are there, as zeros, up to a whole tile; scales are not.
-        is_out = None if N % BLOCK_N == 0 else column < N
-        is_tile = None if PADDED % BLOCK_N == 0 else (column < PADDED)[:, None]
-        acc = tl.zeros((PARTS * BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for block in range(blocks[0], blocks[1]):
-            x0 = load_columns(x_rows, is_row, block * 128, 0, K)
-            x1 = load_columns(x_rows, is_row, block * 128, 1, K)
-            x2 = load_columns(x_rows, is_row, block * 128, 2, K)
-            x3 = load_columns(x_rows, is_row, block * 128, 3, K)
-            acc = add_block(
-                acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
-                x0, x1, x2, x3, K, ROWS, GROUP_SIZE, PAIRS,
-            )  # fmt: skip
-        gate, up = acc, acc
-        if IS_GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N, BLOCK_M)), (1, 2, 0)))
+        gate, up = joint_products(
+            x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
+            K, N, PARTS, GROUP_SIZE, BLOCK_M, BLOCK_N, PAIRS,
+        )  # fmt: skip
     else:
-        codes_ptrs = codes_ptr + word_offsets(tl.arange(0, BLOCK_N), NUM_BLOCKS)
-        scales_ptrs = scales_ptr + at + n
-        zeros_ptrs = None if zero_points_ptr is None else zero_points_ptr + at + n
-        is_out = None if N % BLOCK_N == 0 else n < N
-        is_tile = None if PADDED % BLOCK_N == 0 else (n < PADDED)[:, None]
-        gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for block in range(blocks[0], blocks[1]):
-            x0 = load_columns(x_rows, is_row, block * 128, 0, K)
-            x1 = load_columns(x_rows, is_row, block * 128, 1, K)
-            x2 = load_columns(x_rows, is_row, block * 128, 2, K)
-            x3 = load_columns(x_rows, is_row, block * 128, 3, K)
-            gate = add_block(
-                gate, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
-                x0, x1, x2, x3, K, ROWS, GROUP_SIZE, PAIRS,
-            )  # fmt: skip
-            if IS_GATED:
-                # Up rows come N rows after their gate rows.
-                up = add_block(
-                    up, codes_ptrs + PART, scales_ptrs + N,
-                    None if zeros_ptrs is None else zeros_ptrs + N, is_out, is_tile, block,
-                    x0, x1, x2, x3, K, ROWS, GROUP_SIZE, PAIRS,
-                )  # fmt: skip
+        gate, up = parted_products(
+            x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
+            K, N, PARTS, GROUP_SIZE, BLOCK_M, BLOCK_N, PAIRS,
+        )  # fmt: skip
     mask = is_row[:, None] & (n < N)[None, :]
     if partials_ptr is not None:
         partials_ptrs = partials_ptr + (span * R + places)[:, None] * ROWS + n[None, :]
