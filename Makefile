@@ -20,7 +20,7 @@ NATIVE := setup.py $(wildcard src/firesteel/launch/*.c src/firesteel/launch/*.h)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test lint test-gpu bench clean
+.PHONY: help demo test test-default test-interpret lint test-gpu bench clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -49,10 +49,16 @@ demo: $(VENV)
 # Tests marked interpret and compile set up Triton for a whole process, so each gets its own.
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(VENV) $(HOST)/.installed
-	$(BIN)/pytest
-	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-default test-interpret
 	$(BIN)/pytest -m compile
 	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
+
+# Each keeps one core busy.
+test-default:
+	$(BIN)/pytest
+
+test-interpret:
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe
 
 lint: $(VENV)
 	$(BIN)/ruff format --check $(CODE)

@@ -113,25 +113,25 @@ def check(case: Case, y: Tensor) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_packed_mode_stays_within_its_rounding_bound(case: Case) -> None:
     check(case, case.run_packed())
 
 
 @given(case=cases())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_direct_mode_stays_within_its_rounding_bound(case: Case) -> None:
     check(case, case.run(None))
 
 
 @given(case=cases())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_row_s_bits_do_not_depend_on_the_tile_it_is_in(case: Case) -> None:
     torch.testing.assert_close(case.run(None), case.run_packed(), rtol=0, atol=0, equal_nan=True)
 
 
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_permuting_tokens_permutes_rows_to_the_bit(case: Case, seed: int) -> None:
     order = torch.randperm(case.routing.num_tokens, generator=torch.Generator().manual_seed(seed))
     routes = torch.arange(case.routing.num_routes).view_as(case.routing.topk_ids)[order].flatten()
@@ -147,7 +147,7 @@ def test_permuting_tokens_permutes_rows_to_the_bit(case: Case, seed: int) -> Non
 
 
 @given(case=cases())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_a_row_s_bits_do_not_depend_on_the_span(case: Case) -> None:
     """One block of rows a program, or several after one another."""
     found = [replace(case, span=span).run_packed() for span in (1, 2, 8)]

@@ -180,19 +180,19 @@ def check(case: Case, hidden: Tensor) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_packed_mode_stays_within_its_rounding_bound(case: Case) -> None:
     check(case, case.run_packed())
 
 
 @given(case=cases())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_direct_mode_stays_within_its_rounding_bound(case: Case) -> None:
     check(case, case.run(None))
 
 
 @given(case=cases(), split_k=st.sampled_from((2, 3, 8)))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_split_sums_stay_within_their_rounding_bound(case: Case, split_k: int) -> None:
     """Spans of one block and more, and more spans than there are blocks."""
     check(case, case.run_split(split_k))
@@ -277,7 +277,7 @@ def test_a_long_row_with_a_ragged_last_block(case: Case) -> None:
 
 
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_permuting_tokens_permutes_rows_to_the_bit(case: Case, seed: int) -> None:
     order = torch.randperm(case.routing.num_tokens, generator=torch.Generator().manual_seed(seed))
     shape = (case.routing.num_tokens, case.routing.top_k, -1)
@@ -288,7 +288,7 @@ def test_permuting_tokens_permutes_rows_to_the_bit(case: Case, seed: int) -> Non
 
 
 @given(case=cases())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_a_row_s_bits_do_not_depend_on_other_rows(case: Case) -> None:
     """All at once, one token at a time, and each route in a tile of its own."""
     together = case.run_packed()
