@@ -1,9 +1,12 @@
 """A stub driver, and the kinds of Runner that run on it."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from firesteel.errors import UnsupportedError
 from firesteel.launch.runner import native_failure
+from firesteel.launch.stub import StubDriver
 from tests.launch.stage import Stage
 
 
@@ -27,3 +30,11 @@ def stage(built_stage):
     built_stage.driver.reset()
     yield built_stage
     built_stage.driver.reset()
+
+
+@pytest.fixture
+def driver() -> Iterator[StubDriver]:
+    made = StubDriver.open()
+    made.reset()
+    yield made
+    made.reset()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,6 +31,10 @@ def pretended(kernel: Kernel, key: LaunchKey, target: str) -> Binary:
         num_hidden=NUM_HIDDEN,
         image=b"cubin of " + str(key).encode(),
     )
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 class Compiler:

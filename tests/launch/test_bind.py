@@ -2,10 +2,9 @@
 
 import copy
 import gc
-import logging
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,23 +20,11 @@ from firesteel.launch import Arena, Operand, Ready, plan
 from firesteel.launch.stub import StubDriver
 from firesteel.settings import Settings
 from tests.launch.gather_rows import GatherRows
-from tests.launch.rig import Compiler, aligned, call_of, ready_on_stub, tensors_of
+from tests.launch.rig import Compiler, aligned, call_of, ready_on_stub, tensors_of, warnings_of
 
 CPU = torch.device("cpu")
 PLAN = plan(GatherRows(), 40)
 I64 = (("ids", "i64"),)
-
-
-@pytest.fixture
-def driver() -> Iterator[StubDriver]:
-    made = StubDriver.open()
-    made.reset()
-    yield made
-    made.reset()
-
-
-def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +245,7 @@ def test_flags_that_the_plan_left_out_are_refused_or_compiled(
         # Once, and only what is new: the second kernel reads no ids.
         assert len(compiler.asked) == 3
         assert all(dict(key.arguments)["ids_ptr"] == "*i64" for key in compiler.asked)
-        assert len(_warnings(caplog)) == (on_miss == "warn")
+        assert len(warnings_of(caplog)) == (on_miss == "warn")
         found = ready.audit.as_dict()
         assert len(found["misses"]) == 1
         assert len(found["launched_unplanned"]) == 1

@@ -1,11 +1,16 @@
 """The C extensions are built where a compiler is, and missed by nobody where none is."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+
+from firesteel.launch.runner import native_failure
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,6 +28,18 @@ def build(folder: Path, **environment: str) -> tuple[str, set[str]]:
     )
     built = {path.name.partition(".")[0] for path in folder.glob("firesteel/launch/*.so")}
     return result.stdout + result.stderr, built
+
+
+def test_with_a_compiler_both_are_built_and_the_native_runner_is_in_use(tmp_path):
+    """Or every test of them is skipped, and nobody notices."""
+    if sys.platform != "linux" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("nothing is built here")
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C compiler: {compiler}")
+    output, built = build(tmp_path)
+    assert built == {"_native", "_stub_driver"}, output
+    assert native_failure() is None
 
 
 def test_without_a_compiler_the_installation_goes_on_and_says_what_is_missing(tmp_path):

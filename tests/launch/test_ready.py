@@ -1,11 +1,9 @@
 """`prewarm`: from nothing, from the cache, from bundles, and by many processes."""
 
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,12 @@ from firesteel.launch.store import write_bundle
 from firesteel.launch.stub import StubDriver
 from firesteel.settings import Settings
 from tests.launch.gather_rows import GatherRows
-from tests.launch.rig import Compiler, pretended, ready_on_stub
+from tests.launch.rig import Compiler, pretended, ready_on_stub, warnings_of
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 PLAN = plan(GatherRows(), 40)
 I64 = (("ids", "i64"),)
-
-
-@pytest.fixture
-def driver() -> Iterator[StubDriver]:
-    made = StubDriver.open()
-    made.reset()
-    yield made
-    made.reset()
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def counts(ready: Ready) -> tuple[int, int, int, int]:
@@ -192,7 +178,10 @@ def test_what_a_bundle_lacks_comes_from_the_cache_and_the_compiler(
     ready = ready_on_stub(PLAN, driver, settings=settings, bundle=bundle)
     assert counts(ready) == (ALL - 4, 2, 2, ALL)
     (message,) = warnings_of(caplog)
-    assert "it was made of other sources, or of another plan; compiling instead" in message
+    assert (
+        "it was made of other sources, another plan, or in another environment; compiling instead"
+        in message
+    )
 
 
 @pytest.mark.parametrize("kind", ["target", "triton", "sources"])

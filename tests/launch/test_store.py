@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -20,16 +19,12 @@ from firesteel.launch import plan, store
 from firesteel.launch.binary import Binary
 from firesteel.launch.store import Bundle, Cache, write_bundle
 from tests.launch.gather_rows import GatherRows
-from tests.launch.rig import pretended
+from tests.launch.rig import pretended, warnings_of
 
 ROOT = Path(__file__).parent.parent.parent
 PLAN = plan(GatherRows(), 40)
 BINARIES = [pretended(PLAN.kernels[key.kernel], key, "sm_90") for key in PLAN.keys]
 FIRST, SECOND, *_ = BINARIES
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def entry(folder: Path, binary: Binary) -> Path:
@@ -375,7 +370,7 @@ def test_a_kernel_whose_hash_is_not_the_manifests_is_left(
     [
         ({"targets": ["sm_100", "sm_120"]}, "sm_90", "for sm_100, sm_120, this device is sm_90"),
         ({"triton": "9.9.9"}, "sm_90", "it was made by Triton 9.9.9, here is "),
-        ({}, "sm_90", "it was made of other sources, or of another plan"),
+        ({}, "sm_90", "it was made of other sources, another plan, or in another environment"),
     ],
 )
 def test_a_foreign_bundle_says_why_with_one_warning(

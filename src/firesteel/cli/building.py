@@ -9,8 +9,8 @@ from pathlib import Path
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
 from firesteel.launch.binary import supports_dependent_launch
-from firesteel.launch.building import build_plans, check_out, checked_targets
-from firesteel.launch.store import Cache
+from firesteel.launch.building import build_plans, checked_targets
+from firesteel.launch.store import Cache, check_out
 from firesteel.settings import Settings
 
 __all__ = ["BuildRequest", "run"]

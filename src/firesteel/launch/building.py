@@ -11,11 +11,11 @@ from firesteel.errors import InvalidArgumentError
 from firesteel.launch.binary import Binary, compile_all, identity
 from firesteel.launch.kernel import Kernel
 from firesteel.launch.key import LaunchKey
-from firesteel.launch.progress import progress_bar
-from firesteel.launch.store import Cache, write_bundle
+from firesteel.launch.store import Cache, check_out, write_bundle
 from firesteel.launch.table import Plan
+from firesteel.progress import progress_bar
 
-__all__ = ["TARGETS", "Built", "build", "build_plans", "check_out", "checked_targets"]
+__all__ = ["TARGETS", "Built", "build", "build_plans", "checked_targets"]
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 """What Triton compiles for. LLVM ends the process on an architecture that it does not know."""
@@ -139,20 +139,6 @@ def _jobs(target: str, plans: Sequence[Plan]) -> Iterable[_Job]:
         for key in made.keys:
             kernel = made.kernels[key.kernel]
             yield _Job(target, kernel, key, identity(kernel, key, target))
-
-
-def check_out(folder: Path) -> None:
-    """Refuse a folder now that `write_bundle` would refuse after minutes of compiling.
-
-    Raises
-        InvalidArgumentError: it is no new or empty folder.
-    """
-    try:
-        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    except OSError as error:
-        raise InvalidArgumentError(f"out: cannot read {folder}: {error}") from error
-    if not is_free:
-        raise InvalidArgumentError(f"out: {folder} exists, must be new or an empty folder")
 
 
 def _keeper(

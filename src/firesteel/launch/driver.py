@@ -177,11 +177,6 @@ class Driver:
                 self._functions["cuModuleUnload"](module)
                 raise
 
-    def unload(self, context: int, module: int) -> None:
-        """Frees what `load` loaded. No launch of it may be under way."""
-        with self.current(context):
-            self._call("cuModuleUnload", module)
-
     def is_capturing(self, stream: int) -> bool:
         """Whether work on the stream goes to a graph, also to one that capture made invalid."""
         return self._read_int("cuStreamIsCapturing", stream, is_last=True) != 0

@@ -25,7 +25,6 @@ from firesteel.launch.driver import Driver, LoadedFunction
 from firesteel.launch.kernel import Kernel, Stride
 from firesteel.launch.key import LaunchKey, nearest_key
 from firesteel.launch.op import register
-from firesteel.launch.progress import progress_bar
 from firesteel.launch.runner import Launch as RunnerLaunch
 from firesteel.launch.runner import RunnerLike, check_tables, runner_class
 from firesteel.launch.spec import Flags
@@ -33,6 +32,7 @@ from firesteel.launch.store import Bundle, Cache
 from firesteel.launch.table import Plan, RowInteger, Step, Table, plan, plan_count
 from firesteel.launch.watch import Seen, watch
 from firesteel.launch.workspace import Arena, Workspace
+from firesteel.progress import progress_bar
 from firesteel.settings import Settings
 
 __all__ = ["Ready", "prewarm"]

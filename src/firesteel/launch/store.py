@@ -20,7 +20,7 @@ from typing import Any, cast
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch.binary import FORMAT, Binary, triton_version
 
-__all__ = ["Bundle", "Cache", "write_bundle"]
+__all__ = ["Bundle", "Cache", "check_out", "write_bundle"]
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Bundle:
             return f"it is for {', '.join(self.manifest['targets'])}, this device is {target}"
         if self.manifest["triton"] != triton_version():
             return f"it was made by Triton {self.manifest['triton']}, here is {triton_version()}"
-        return "it was made of other sources, or of another plan"
+        return "it was made of other sources, another plan, or in another environment"
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:
@@ -144,6 +144,20 @@ def _checked_manifest(manifest: Any) -> dict[str, Any]:  # noqa: ANN401
     return found
 
 
+def check_out(folder: Path) -> None:
+    """Refuse a folder that `write_bundle` would refuse, which may be minutes of compiling earlier.
+
+    Raises
+        InvalidArgumentError: it is no new or empty folder.
+    """
+    try:
+        is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    except OSError as error:
+        raise InvalidArgumentError(f"out: cannot read {folder}: {error}") from error
+    if not is_free:
+        raise InvalidArgumentError(f"out: {folder} exists, must be new or an empty folder")
+
+
 def write_bundle(
     folder: Path, binaries: Iterable[Binary], *, plans: Iterable[str], targets: Iterable[str]
 ) -> int:
@@ -158,9 +172,8 @@ def write_bundle(
     Raises
         InvalidArgumentError: the folder holds something, or cannot be written.
     """
+    check_out(folder)
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise InvalidArgumentError(f"out: {folder} exists, must be new or an empty folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:

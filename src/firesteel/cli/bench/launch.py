@@ -6,12 +6,12 @@ place: the times are then those of the host's own code, and nothing that needs n
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,24 +21,21 @@ import torch
 from firesteel.cli.bench.capture import check_captures
 from firesteel.cli.bench.moe_inputs import Call, random_call, random_weights
 from firesteel.cli.bench.records import context, progress, writer
+from firesteel.cli.bench.timing import BATCHES, graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
 from firesteel.device import checked_device, default_device, stream_getter, synchronize
 from firesteel.errors import InvalidArgumentError
-from firesteel.launch import Plan, Ready, plan, prewarm
-from firesteel.launch.binary import Binary, compile_all
+from firesteel.launch import Plan, Ready, build, plan, prewarm
 from firesteel.launch.driver import Driver
-from firesteel.launch.store import write_bundle
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.layer import MoeLayer
-from firesteel.moe.spec import MoeSpec
+from firesteel.moe.spec import ROW_UNIT, MoeSpec
 from firesteel.settings import Settings
 
 __all__ = ["LaunchRequest", "run"]
 
 HOST_SIZES = (1, 8, 64, 256, 1024, 3072)
-# Of one batch, so that the GPU's queue of launches never fills and makes the host wait.
-_CALLS, _REPEATS = 60, 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +143,8 @@ def _time_prewarm(made: Plan, device: torch.device, driver: Driver) -> tuple[dic
     with TemporaryDirectory() as folder:
         settings = replace(Settings.from_env(), cache="on", cache_dir=Path(folder) / "cache")
         cold = prewarm(made, device=device, driver=driver, settings=settings)
-        binaries: list[Binary] = []
-        wanted = [(made.kernels[key.kernel], key) for key in made.keys]
-        compile_all(wanted, cold.target, threads=16, done=lambda _, binary: binaries.append(binary))
         bundle = Path(folder) / "bundle"
-        num_bytes = write_bundle(bundle, binaries, plans=[made.digest], targets=[cold.target])
+        num_bytes = build(made, targets=[cold.target], out=bundle)
         settings = replace(settings, cache="off")
         ready = prewarm(made, device=device, driver=driver, settings=settings, bundle=bundle)
     return {
@@ -160,24 +154,6 @@ def _time_prewarm(made: Plan, device: torch.device, driver: Driver) -> tuple[dic
         "bundle_compiled": ready.audit.prewarmed.compiled,
         "bundle_bytes": num_bytes,
     }, ready
-
-
-def _median_ns(function: Callable[[], object], device: torch.device, calls: int = _CALLS) -> float:
-    """Median over batches of the host's nanoseconds a call."""
-    function()
-    synchronize(device)
-    found: list[float] = []
-    gc.disable()
-    try:
-        for _ in range(_REPEATS):
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                function()
-            found.append((time.perf_counter_ns() - start) / calls)
-            synchronize(device)
-    finally:
-        gc.enable()
-    return statistics.median(found)
 
 
 def _floor_ns(ready: Ready, device: torch.device) -> float | None:
@@ -193,7 +169,7 @@ def _floor_ns(ready: Ready, device: torch.device) -> float | None:
     params += [0] * binary.num_hidden
     stream = stream_getter(device)(device.index or 0)
     found: list[float] = []
-    for _ in range(_REPEATS):
+    for _ in range(BATCHES):
         with ready.driver.current(ready.context):
             found.append(
                 _native.launch_floor_ns(
@@ -218,7 +194,7 @@ def _time_host(ready: Ready, layer: MoeLayer, call: Call) -> list[dict[str, Any]
             continue
         tensors = call.rows(num_tokens)
         floor = _floor_ns(ready, ready.device)
-        host = _median_ns(lambda t=tensors: layer.run(*t), ready.device)
+        host = host_ns(lambda t=tensors: layer.run(*t), ready.device)
         launches = len(layer.bounds[call.topk_ids.dtype].resolve(num_tokens))
         # A driver that does nothing has no floor to speak of.
         goal = None
@@ -249,15 +225,15 @@ def _components(ready: Ready, layer: MoeLayer, call: Call) -> dict[str, float | 
     for tensor in tensors:
         values.append(tensor.data_ptr())
         if tensor is tensors[0] or tensor is tensors[-1]:
-            values.append(tensor.stride(0))
+            values.append(tensor.stride(0) // ROW_UNIT)
     at = stream(index)
-    native = _median_ns(lambda: runner.run(64, at, *values), device)
-    empty = _median_ns(lambda: runner.run(0, at, *values), device, 2000)
+    native = host_ns(lambda: runner.run(64, at, *values), device)
+    empty = host_ns(lambda: runner.run(0, at, *values), device, 2000)
     launches = len(bound.resolve(64))
     return {
-        "resolve_ns": _median_ns(lambda: runner.resolve(64), device, 5000),
-        "stream_ns": _median_ns(lambda: stream(index), device, 5000),
-        "check_ns": _median_ns(lambda: bound.run(*tensors), device) - native,
+        "resolve_ns": host_ns(lambda: runner.resolve(64), device, 5000),
+        "stream_ns": host_ns(lambda: stream(index), device, 5000),
+        "check_ns": host_ns(lambda: bound.run(*tensors), device) - native,
         "patch_and_look_up_ns": empty,
         "launch_ns_each": (native - empty) / launches,
         "triton_jit_launch_ns": _time_triton(ready, call),
@@ -278,12 +254,12 @@ def _time_triton(ready: Ready, call: Call) -> float | None:
 
     def launch() -> None:
         combine_kernel[(64, 1)](
-            y, ids, None, weights, out, out.stride(0), 64,
+            y, ids, None, weights, out, out.stride(0) // ROW_UNIT, 64,
             K=spec.hidden_size, E=spec.num_experts, NUM_GLOBAL=None, TOP_K=spec.top_k,
             BLOCK_K=1024, PDL=False,
         )  # fmt: skip
 
-    return _median_ns(launch, ready.device)
+    return host_ns(launch, ready.device)
 
 
 def _watch_traffic(
@@ -335,26 +311,12 @@ def _time_dependent_launch(
     rows: list[dict[str, Any]] = []
     for num_tokens in (1, 8, 64, 1024):
         calls = [random_call(spec, num_tokens, device, seed=seed) for seed in range(8)]
-        times = {pdl: _graph_us(layer, calls) for pdl, layer in layers.items()}
+        times = {
+            pdl: statistics.median(graph_us([partial(layer.run, *call.tensors) for call in calls]))
+            for pdl, layer in layers.items()
+        }
         rows.append({"tokens": num_tokens, "off_us": times[False], "on_us": times[True]})
     return rows
-
-
-def _graph_us(layer: MoeLayer, calls: list[Call]) -> float:
-    """Median microseconds a call, over replays of a graph that rotates the routings."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            layer.run(*call.tensors)
-    found: list[float] = []
-    for _ in range(30):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(found)
 
 
 def _print(record: dict[str, Any]) -> None:

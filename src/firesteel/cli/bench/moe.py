@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,10 @@ from torch import Tensor
 from firesteel.cli.bench.moe_inputs import Call, random_call, random_weights
 from firesteel.cli.bench.moe_torch import TorchLayer, dense_weights, layer_in_float64
 from firesteel.cli.bench.records import context, progress, writer
+from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.planning import PlanChoice, make_specs
-from firesteel.device import checked_device, default_device, synchronize
+from firesteel.device import checked_device, default_device
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
@@ -35,7 +35,6 @@ _SHAPE = re.compile(r"(?P<model>.+?)(?:-tp(?P<tp>\d+))?")
 # What an H200 reaches: bytes a second of a copy, and bf16 operations a second of a product.
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 MAX_ERROR = 0.02
-_REPLAYS = 25
 _CHECKED_TOKENS = 4
 
 
@@ -155,7 +154,7 @@ def _measure(
         "tflops": _operations(spec, num_tokens) / us / 1e6,
         "experts_hit": hit,
         "launches": len(layer.bounds[torch.int32].resolve(num_tokens)),
-        "host_us": _host_us(partial(layer.run, *calls[0].tensors), device),
+        "host_us": host_ns(partial(layer.run, *calls[0].tensors), device) / 1000,
         "rel_err": error,
     }
     if dense is not None:
@@ -180,38 +179,6 @@ def floor_us(spec: MoeSpec, num_tokens: int, experts_hit: float) -> float:
 def _operations(spec: MoeSpec, num_tokens: int) -> float:
     sizes = spec.hidden_size * spec.intermediate_size
     return 2.0 * num_tokens * spec.top_k * sizes * (spec.num_parts + 1)
-
-
-def graph_us(functions: Sequence[Callable[[], object]]) -> list[float]:
-    """Microseconds a function, of each replay of a graph that calls each once."""
-    for function in functions:
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for function in functions:
-            function()
-    found: list[float] = []
-    for _ in range(_REPLAYS + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1000 / len(functions))
-    return found[3:]
-
-
-def _host_us(function: Callable[[], object], device: torch.device) -> float:
-    found: list[float] = []
-    for _ in range(9):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(30):
-            function()
-        found.append((time.perf_counter() - start) / 30 * 1e6)
-    synchronize(device)
-    return statistics.median(found)
 
 
 def _error(spec: MoeSpec, weights: dict[str, Tensor], call: Call, out: Tensor) -> float:

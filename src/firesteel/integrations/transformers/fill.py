@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from firesteel.checkpoint.files import Reader
@@ -20,6 +16,7 @@ from firesteel.formats.tiled_int4 import TiledInt4Weights, can_tile
 from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.integrations.transformers.plan import LoadPlan
 from firesteel.integrations.transformers.report import LoadReport, report_of
+from firesteel.progress import progress_bar
 
 __all__ = ["fill"]
 
@@ -33,7 +30,7 @@ def fill(model: Any, plan: LoadPlan) -> LoadReport:
     start = time.perf_counter()
     checkpoint = plan.contents.checkpoint
     layers = [*plan.experts.items(), *plan.packed.items(), *plan.expanded.items()]
-    with _progress("packing", len(layers)) as step, torch.no_grad():
+    with progress_bar("packing", len(layers), show=True) as step, torch.no_grad():
         for path, item in layers:
             module = model.get_submodule(path)
             # A reader a layer: closing it lets go of the mapped file.
@@ -82,18 +79,3 @@ def _read_bias(source: BiasSource, reader: Reader) -> Tensor:
 def _fill_weight(weight: Tensor, source: QuantizedSource, reader: Reader) -> None:
     """Expand into a parameter of the host's own, rounded to its type once."""
     weight.copy_(source.read(reader).dequantize(source.scheme))
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Generator[Callable[[], None]]:
-    """A bar on stderr where that is a terminal; silent elsewhere."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
