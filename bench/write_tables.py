@@ -3,8 +3,8 @@
     python bench/write_tables.py
 
 Reads `bench/results/<device>/*.jsonl` and rewrites what stands between `<!-- results NAME -->` and
-`<!-- end -->` in docs/quality.md and docs/performance.md. The last line of each recipe, model or
-geometry counts.
+`<!-- end -->` in docs/quality.md and docs/performance.md, and the pictures in docs/images. The last
+line of each recipe, model or geometry counts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_plot import moe_picture
+
 from firesteel.cli.console import format_bytes
 
 ROOT = Path(__file__).parents[1]
 DOCS = ("quality.md", "performance.md")
+# What docs/images/moe-<shape>.svg shows.
+PICTURES = (("glm-5.2-tp4", "int4-g128"),)
 _BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end -->)", re.S)
 _NOTHING = "Not measured yet.\n"
 
@@ -189,9 +193,14 @@ def _launch_facts(record: dict[str, Any]) -> list[str]:
     return found
 
 
+def read_peers() -> dict[str, Any]:
+    """What other kernels took for the same layers."""
+    return json.loads((ROOT / "bench" / "peers.json").read_text(encoding="utf-8"))
+
+
 def moe_table(records: Sequence[dict[str, Any]]) -> str:
     """Time of a layer by shape and size, beside peers measured on the same kind of GPU."""
-    peers = json.loads((ROOT / "bench" / "peers.json").read_text(encoding="utf-8"))
+    peers = read_peers()
     rows: list[list[str]] = []
     for r in records:
         known = peers.get(f"{r['shape']} {r['recipe']}", {}) if r["routing"] == "uniform" else {}
@@ -243,13 +252,26 @@ def rewrite(text: str, results: Path) -> str:
     return _BLOCK.sub(lambda m: f"{m[1]}{render(m[2], results)}{m[3]}", text)
 
 
+def pictures(results: Path) -> dict[str, str]:
+    """The SVG text of each picture by its file's name."""
+    records = newest(read_results(results, "moe"), *BENCHES["moe"][0])
+    peers = read_peers()
+    return {
+        f"moe-{shape}.svg": moe_picture(records, peers, shape, recipe) for shape, recipe in PICTURES
+    }
+
+
 def main(root: Path) -> int:
-    """Rewrite the documents of the checkout at `root`."""
+    """Rewrite the documents and pictures of the checkout at `root`."""
     for name in DOCS:
         path = root / "docs" / name
         path.write_text(
             rewrite(path.read_text(encoding="utf-8"), root / "bench" / "results"), encoding="utf-8"
         )
+    for name, text in pictures(root / "bench" / "results").items():
+        path = root / "docs" / "images" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

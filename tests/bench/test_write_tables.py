@@ -1,20 +1,7 @@
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "bench" / "write_tables.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tables"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def record(recipe: str, bits: float, date: str = "2026-01-02T03:04:05Z") -> dict:
@@ -67,3 +54,15 @@ def test_the_docs_are_fresh(tables):
     for name in tables.DOCS:
         text = (ROOT / "docs" / name).read_text()
         assert tables.rewrite(text, ROOT / "bench" / "results") == text
+
+
+def test_the_pictures_are_fresh(tables):
+    folder = ROOT / "docs" / "images"
+    committed = {path.name: path.read_text() for path in folder.glob("moe-*.svg")}
+    assert tables.pictures(ROOT / "bench" / "results") == committed
+
+
+def test_a_picture_stands_in_the_docs(tables):
+    text = (ROOT / "docs" / "performance.md").read_text()
+    for name in tables.pictures(ROOT / "bench" / "results"):
+        assert f"](images/{name})" in text

@@ -1,0 +1,95 @@
+"""The picture of `bench moe`: a layer's time and its fraction of the floor, beside its peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from svg_chart import Axis, Panel, Series, draw, log_ticks
+
+# Colours and markers of what is drawn beside firesteel; names as in peers.json.
+PEERS = {
+    "Marlin": ("vermilion", "square"),
+    "Humming": ("green", "triangle"),
+    "FlagGems": ("purple", "diamond"),
+}
+
+
+def moe_picture(
+    records: Sequence[Mapping[str, Any]], peers: Mapping[str, Any], shape: str, recipe: str
+) -> str:
+    """The SVG of one layer with uniform routing; `peers` is what peers.json says.
+
+    Raises
+        ValueError: no record of that layer.
+    """
+    found = sorted(
+        (
+            r
+            for r in records
+            if (r["shape"], r["recipe"]) == (shape, recipe)
+            and r["routing"] == "uniform"
+            and not r["batch_invariant"]
+        ),
+        key=lambda r: r["m"],
+    )
+    if not found:
+        raise ValueError(f"records: got none of {shape} {recipe}, must have one at least")
+    floor = {r["m"]: r["floor_us"] for r in found}
+    times = _times(found, peers.get(f"{shape} {recipe}", {}), recipe)
+    lengths = [us for series in times for _, us in series.points]
+    tokens = tuple(sorted({m for series in times for m, _ in series.points}))
+    shares = tuple(
+        Series(
+            each.name,
+            # A peer's time where this layer was not measured has no floor to compare with.
+            tuple((m, floor[m] / us) for m, us in each.points if m in floor),
+            each.color,
+            each.marker,
+            each.dash,
+        )
+        for each in times
+    )
+    days = sorted({r["date"][:10] for r in found})
+    commits = ", ".join(dict.fromkeys(r["commit"] for r in found))
+    machines = ", ".join(dict.fromkeys(r["machine"]["name"] for r in found))
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    x = Axis("tokens M of a call", tokens, is_log=True)
+    return draw(
+        f"One MoE layer, {shape} {recipe}, uniform routing",
+        f"{machines}, {when}, commit {commits}",
+        (
+            Panel(
+                "Time of the whole layer (lower is better)",
+                x,
+                Axis("microseconds", log_ticks(min(lengths), max(lengths)), is_log=True),
+                times,
+                "us",
+            ),
+            Panel(
+                "Fraction of the floor (higher is better)",
+                x,
+                Axis("floor / time", (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), is_log=False),
+                shares,
+                "of the floor",
+            ),
+        ),
+        (f"Peers: {peers['source']}.",),
+    )
+
+
+def _times(
+    found: Sequence[Mapping[str, Any]], peers: Mapping[str, Mapping[str, float]], recipe: str
+) -> tuple[Series, ...]:
+    """Microseconds by tokens, in the order of the legend; later ones are drawn on top."""
+    ours = tuple((r["m"], r["us"]) for r in found)
+    torch = tuple((r["m"], r["torch_bf16_us"]) for r in found if r.get("torch_bf16_us") is not None)
+    floor = tuple((r["m"], r["floor_us"]) for r in found)
+    series = [Series(f"firesteel {recipe}", ours, "blue", "circle", "")]
+    if torch:
+        series.append(Series("torch bf16 grouped products", torch, "grey", "wedge", "7 4"))
+    series.append(Series("floor", floor, "ink", None, "2 4"))
+    for name, us in peers.items():
+        points = tuple(sorted((int(m), each) for m, each in us.items()))
+        series.append(Series(name, points, *PEERS[name], None))
+    return tuple(series)
