@@ -1,0 +1,161 @@
+"""What a matrix kernel's main loop costs, read from its SASS: instructions a weight.
+
+A loop is what a backward branch spans. The main one is the innermost that both multiplies and
+loads from global memory; its multiplications say how many weights one turn takes, however far the
+compiler has unrolled it. Where it has unrolled all of it, the whole kernel counts as one turn.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firesteel.launch import LaunchKey
+
+# Columns of a block of packed weights, the least that a turn takes.
+BLOCK_COLUMNS = 128
+
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
+# Of a warp, and of four that multiply together.
+_WARP_PRODUCT = re.compile(r"[HQ]MMA\.(?:\w+\.)*?(16)(8)(8|16|32)\b")
+_GROUP_PRODUCT = re.compile(r"[HQ]GMMA\.(\d+)x(\d+)x(\d+)\b")
+_BULK_LOADS = ("UTMALDG", "UBLKCP")
+# A part of a load's name to its bytes; 4 without one.
+_SIZES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    address: int
+    name: str
+    operands: str
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes; None of anything else."""
+        found = _TARGET.search(self.operands) if self.name.startswith("BRA") else None
+        return None if found is None else int(found[1], 16)
+
+    @property
+    def is_global_load(self) -> bool:
+        return self.name.partition(".")[0] in ("LDG", "LDGSTS", *_BULK_LOADS)
+
+    @property
+    def loaded_bytes(self) -> float:
+        """What a thread loads; without end for copies that a descriptor describes."""
+        if not self.is_global_load:
+            return 0
+        if self.name.startswith(_BULK_LOADS):
+            return math.inf
+        return next((size for part, size in _SIZES.items() if part in self.name.split(".")), 4)
+
+    @property
+    def products(self) -> int:
+        """Multiplications that one warp's share of it does."""
+        for pattern, warps in ((_WARP_PRODUCT, 1), (_GROUP_PRODUCT, 4)):
+            if found := pattern.match(self.name):
+                return int(found[1]) * int(found[2]) * int(found[3]) // warps
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a kernel's main loop.
+
+    Fields
+        instructions           those that every turn runs, without NOP
+        blocks                 blocks of weights, 128 columns of all its rows, that it takes
+        instructions_a_weight  by all threads of a program together
+    """
+
+    instructions: int
+    blocks: int
+    instructions_a_weight: float
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of one kernel in `cuobjdump --dump-sass`'s text."""
+    return [
+        Instruction(int(found[1], 16), found[2], found[3].strip())
+        for found in _LINE.finditer(text)
+        if found[2] != "NOP"
+    ]
+
+
+def main_loop(code: Sequence[Instruction]) -> list[Instruction]:
+    """The innermost loop that multiplies and loads; of several, the one that multiplies most.
+
+    All of the code if no loop multiplies.
+
+    Raises
+        ValueError: no loop that multiplies also loads.
+    """
+    ends: dict[int, int] = {}
+    for each in code:
+        if each.target is not None and each.target <= each.address:
+            # All branches back to one place are turns of one loop.
+            ends[each.target] = max(each.address, ends.get(each.target, 0))
+    loops = [_within(code, start, end) for start, end in ends.items()]
+    multiplying = [loop for loop in loops if _products(loop)]
+    if not multiplying:
+        return list(code)
+    loading = [loop for loop in multiplying if any(each.is_global_load for each in loop)]
+    innermost = [
+        loop
+        for loop in loading
+        if not any(other is not loop and set(other) < set(loop) for other in loading)
+    ]
+    if not innermost:
+        raise ValueError("code: got loops that multiply but do not load, must have one with both")
+    return max(innermost, key=_products)
+
+
+def without_stores(loop: Sequence[Instruction]) -> list[Instruction]:
+    """The loop without what a forward branch leaves out and stores: most turns store nothing."""
+    skipped: set[int] = set()
+    for branch in loop:
+        if branch.target is None or not branch.address < branch.target <= loop[-1].address:
+            continue
+        part = [each for each in loop if branch.address < each.address < branch.target]
+        if not _products(part) and any(each.name.startswith("STG") for each in part):
+            skipped.update(each.address for each in part)
+    return [each for each in loop if each.address not in skipped]
+
+
+def weigh(text: str, key: LaunchKey) -> Turn:
+    """A turn of a compiled key of gate_up_kernel or down_kernel.
+
+    Raises
+        ValueError: it does not multiply whole blocks, or loads less than their codes.
+    """
+    constants = dict(key.constexprs)
+    rows, routes = constants["BLOCK_N"], constants["BLOCK_M"]
+    assert isinstance(rows, int)
+    assert isinstance(routes, int)
+    parts = 2 if key.name == "gate_up_kernel" and constants["ACTIVATION"] != "relu2" else 1
+    # The operand of one product; warps that are more than its tiles of 16 x 8 repeat others' work.
+    operand = rows * (parts if constants.get("JOINT") else 1)
+    repeats = max(1, key.num_warps * 16 * 8 // (operand * routes))
+    turn = without_stores(main_loop(parse(text)))
+    products = _products(turn) * key.num_warps // repeats
+    block = parts * rows * BLOCK_COLUMNS * routes
+    blocks, rest = divmod(products, block)
+    if rest or not blocks:
+        raise ValueError(f"products: got {products} of {key}, must be a multiple of {block}")
+    threads, weights = 32 * key.num_warps, blocks * parts * rows * BLOCK_COLUMNS
+    loaded = sum(each.loaded_bytes for each in turn) * threads
+    if loaded < weights / 2:
+        raise ValueError(
+            f"loads: got {loaded:g} bytes of {key}, must be {weights // 2} at least "
+            f"(the codes of {blocks} blocks)"
+        )
+    return Turn(len(turn), blocks, len(turn) * threads / weights)
+
+
+def _products(code: Sequence[Instruction]) -> int:
+    return sum(each.products for each in code)
+
+
+def _within(code: Sequence[Instruction], start: int, end: int) -> list[Instruction]:
+    return [each for each in code if start <= each.address <= end]
