@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def expand_model(packed: PreTrainedModel, implementation: str) -> PreTrainedMode
     """
     from firesteel.integrations.transformers import PackedExperts, PackedLinear
 
-    config = copy.deepcopy(packed.config)
+    config: Any = copy.deepcopy(packed.config)
     vars(config).pop("quantization_config", None)
     config.dtype = torch.bfloat16
     config._experts_implementation = implementation
@@ -46,12 +46,13 @@ def expand_model(packed: PreTrainedModel, implementation: str) -> PreTrainedMode
         if isinstance(source, PackedExperts):
             if source.gate_up_bias is not None:
                 raise UnsupportedError("--model: experts with biases are not measured")
-            module._parameters["gate_up_proj"] = _frozen(_expand(source.gate_up))
-            module._parameters["down_proj"] = _frozen(_expand(source.down))
+            module.gate_up_proj = _frozen(_expand(source.gate_up))
+            module.down_proj = _frozen(_expand(source.down))
             num_expanded += 1
         elif isinstance(source, PackedLinear):
-            module._parameters["weight"] = _frozen(source.weight)
-            module._parameters["bias"] = source.bias
+            module.weight = _frozen(source.weight)
+            if source.bias is not None:
+                module.bias = source.bias
             num_expanded += 1
         elif source is not None:
             _share(source, module, packed.dtype)
@@ -65,11 +66,11 @@ def _share(source: nn.Module, module: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers are of a type of their own, as are parameters that the host keeps in fp32.
     """
-    module._buffers.update(source._buffers)
-    for name, parameter in source._parameters.items():
-        if parameter is not None and parameter.dtype == dtype != torch.bfloat16:
-            parameter = _frozen(parameter)
-        module._parameters[name] = parameter
+    for name, buffer in source.named_buffers(recurse=False):
+        setattr(module, name, buffer)
+    for name, parameter in source.named_parameters(recurse=False):
+        is_converted = parameter.dtype == dtype != torch.bfloat16
+        setattr(module, name, _frozen(parameter) if is_converted else parameter)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
