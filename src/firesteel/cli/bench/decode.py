@@ -278,7 +278,7 @@ def _row(
     us = statistics.median(times) if times and reason is None else None
     if experts == NONE:
         models.rest_us[batch, graph] = us
-    rest = models.rest_us[batch, graph]
+    rest = None if experts == NONE else models.rest_us[batch, graph]
     experts_us = None if us is None or rest is None else (us - rest) / request.layers
     return {
         "bench": "decode",
@@ -333,18 +333,21 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     )
     stdout().print(_table(rows))
     for line in _unmeasured(rows):
-        stdout().print(line, highlight=False)
+        stdout().print(line, highlight=False, soft_wrap=True)
 
 
 def _unmeasured(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Each reason why something has no time, and what it is the reason of."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         if row["reason"]:
-            kind = "graph" if row["graph"] else "eager"
-            name = f"{row['experts']}, batch {row['batch']}, {kind}"
-            found.setdefault(row["reason"], []).append(name)
-    return [f"{reason} ({'; '.join(names)})" for reason, names in found.items()]
+            kind = f"{row['experts']} {'graph' if row['graph'] else 'eager'}"
+            found.setdefault(row["reason"], {}).setdefault(kind, []).append(str(row["batch"]))
+    lines: list[str] = []
+    for reason, kinds in found.items():
+        names = [f"{kind}: {', '.join(batches)}" for kind, batches in kinds.items()]
+        lines.append(f"{reason} ({'; '.join(names)})")
+    return lines
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
