@@ -226,11 +226,61 @@ def moe_table(records: Sequence[dict[str, Any]]) -> str:
     return markdown(head, rows) + f"\nPeers: {peers['source']}.\n"
 
 
+def decode_table(records: Sequence[dict[str, Any]]) -> str:
+    """A step by layer stack, batch and experts, eager beside its graph, and what has no time."""
+    pairs: dict[tuple[str, str], dict[bool, dict[str, Any]]] = {}
+    for r in records:
+        stack = f"{r['layers']} layers of {r['model']} {r['recipe']}, {r['batch']}"
+        pairs.setdefault((stack, r["experts"]), {})[r["graph"]] = r
+    rows: list[list[str]] = []
+    for (stack, experts), kinds in pairs.items():
+        eager, graph = kinds.get(False, {}), kinds.get(True, {})
+        share = graph.get("experts_share")
+        rows.append(
+            [
+                f"{stack}, {experts}",
+                _ms(eager.get("step_us")),
+                _ms(graph.get("step_us")),
+                _whole(eager.get("tokens_per_s")),
+                _whole(graph.get("tokens_per_s")),
+                _ms(graph.get("layer_us")),
+                _ms(graph.get("experts_us_a_layer")),
+                "" if share is None else f"{100 * share:.0f} %",
+                _fraction((graph if share is not None else eager).get("relative_difference")),
+            ]
+        )
+    head = ["layers, batch, experts", "eager step, ms", "graph step, ms", "eager tokens/s",
+            "graph tokens/s", "graph, ms a layer", "experts of it", "share",
+            "logits' difference"]  # fmt: skip
+    text = markdown(head, rows) + "\n"
+    for r in records:
+        if r["reason"] is not None:
+            kind = "graph" if r["graph"] else "eager"
+            text += f"- {r['model']}, {r['batch']}, {r['experts']}, {kind}: {r['reason']}\n"
+    return text
+
+
+def _ms(us: float | None) -> str:
+    return "" if us is None else f"{us / 1000:.3f}"
+
+
+def _whole(number: float | None) -> str:
+    return "" if number is None else f"{number:.0f}"
+
+
+def _fraction(number: float | None) -> str:
+    return "" if number is None else f"{number:.4f}"
+
+
 BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], str]]] = {
     "quality": (("recipe", "window", "stride", "tokens"), quality_table),
     "cpu": (("model", "prefill_tokens", "decode_steps"), cpu_table),
     "launch": (("model", "driver"), launch_table),
     "moe": (("shape", "recipe", "batch_invariant", "routing", "m"), moe_table),
+    "decode": (
+        ("model", "layers", "recipe", "batch", "context", "experts", "graph"),
+        decode_table,
+    ),
     "load_memory": (
         ("layers", "experts", "hidden_size", "intermediate_size", "recipe"),
         load_memory_table,

@@ -36,6 +36,43 @@ def test_the_newest_result_of_a_recipe_counts(tables, tmp_path):
     assert "Measured 2026-01-02, CPU (2 CPUs, 2 threads), commit abc, firesteel 0" in text
 
 
+def test_a_decode_row_has_eager_and_graph_and_says_what_has_no_time(tables, tmp_path):
+    def step(experts: str, graph: bool, us: float | None, reason: str | None = None) -> dict:
+        return {
+            **record("int4-g128", 0.0),
+            "model": "m",
+            "layers": 4,
+            "batch": 8,
+            "context": 64,
+            "experts": experts,
+            "graph": graph,
+            "step_us": us,
+            "layer_us": us and us / 4,
+            "tokens_per_s": us and 8e6 / us,
+            "experts_us_a_layer": us and us / 8,
+            "experts_share": us and 0.5,
+            "relative_difference": us and 0.0125,
+            "reason": reason,
+        }
+
+    rows = [
+        step("firesteel", False, 2000.0),
+        step("firesteel", True, 999.0),
+        step("transformers eager", False, 4000.0),
+        step("transformers eager", True, None, "capture: a step waits for the GPU 9 times"),
+        step("firesteel", True, 1000.0),
+    ]
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "decode.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = tables.render("decode", tmp_path)
+    stack = "| 4 layers of m int4-g128, 8, "
+    assert (
+        f"{stack}firesteel | 2.000 | 1.000 | 4000 | 8000 | 0.250 | 0.125 | 50 % | 0.0125 |" in text
+    )
+    assert f"{stack}transformers eager | 4.000 |  | 2000 |  |  |  |  | 0.0125 |" in text
+    assert "- m, 8, transformers eager, graph: capture: a step waits for the GPU 9 times\n" in text
+
+
 def test_a_document_is_rewritten_between_the_marks_only(tables, tmp_path):
     write(tmp_path, record("bf16", 2.0))
     before = "head\n<!-- results quality -->\nold\n<!-- end -->\ntail\n"

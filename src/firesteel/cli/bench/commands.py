@@ -155,3 +155,40 @@ def moe(
         device=device,
     )
     run(request, as_json=as_json, out=out)
+
+
+@bench.command()
+def decode(
+    *,
+    model: Annotated[
+        str, typer.Option(help="qwen3-30b-a3b, glm-5.2, qwen3-tiny or glm-tiny.")
+    ] = "qwen3-30b-a3b",
+    layers: Annotated[int, typer.Option(help="How many of its layers.")] = 4,
+    recipe: Annotated[str, typer.Option(help="How experts are stored.")] = "int4-g128",
+    batch: Annotated[
+        str, typer.Option(help="Sequences that decode together, with commas between.")
+    ] = "1,8,64",
+    context: Annotated[int, typer.Option(help="Places of the static cache.")] = 512,
+    steps: Annotated[int, typer.Option(help="Steps of a run.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Runs of each.")] = 7,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """Decode steps of a few layers of random weights, against transformers' own bf16 experts.
+
+    Eager, and on a GPU as a CUDA graph too.
+    """
+    from firesteel.cli.bench.decode import DecodeRequest, batches_of, run
+
+    request = DecodeRequest(
+        model=model,
+        layers=layers,
+        recipe=recipe,
+        batches=batches_of(batch),
+        context=context,
+        steps=steps,
+        repeats=repeats,
+        device=device,
+    )
+    run(request, as_json=as_json, out=out)

@@ -6,7 +6,6 @@ so that whatever else the machine does slows both; each pair of runs starts with
 
 from __future__ import annotations
 
-import copy
 import statistics
 import tempfile
 import time
@@ -20,17 +19,17 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from firesteel.cli.bench.expand import expand_model
 from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.synthetic import SHAPES, write_checkpoint
 from firesteel.cli.console import format_bytes, stdout, table
 from firesteel.cli.host import quiet_host, require_host
-from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
-from firesteel.formats.packed import PackedWeights
+from firesteel.errors import FiresteelError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["CpuRequest", "Timing", "expand_model", "run", "time_model"]
+__all__ = ["CpuRequest", "Timing", "run", "time_model"]
 
 HOST_IMPLEMENTATION = "grouped_mm"
 MAX_RELATIVE_DIFFERENCE = 0.05
@@ -96,7 +95,7 @@ def run(request: CpuRequest, *, as_json: bool, out: Path | None) -> None:
         packed = load_model(path, device="cpu")
         report = load_report(packed)
         say("expanding to bf16")
-        dense = expand_model(packed)
+        dense = expand_model(packed, HOST_IMPLEMENTATION)
         ids = _ids(request, packed.config)
         difference = _compare(packed, dense, ids)
         ours, theirs = _measure(request, packed, dense, ids, say)
@@ -131,58 +130,6 @@ def _checkpoint(request: CpuRequest) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix="firesteel-") as folder:
         write_checkpoint(Path(folder), SHAPES[request.shape])
         yield Path(folder)
-
-
-@torch.no_grad()
-def expand_model(packed: PreTrainedModel) -> PreTrainedModel:
-    """transformers' own bf16 model with the numbers of a model that firesteel packed.
-
-    Raises
-        UnsupportedError: the experts have biases, or nothing is packed.
-    """
-    from firesteel.integrations.transformers import PackedExperts, PackedLinear
-
-    state: dict[str, Tensor] = {}
-    own: list[str] = []
-    for path, module in packed.named_modules():
-        if isinstance(module, PackedExperts):
-            if module.gate_up_bias is not None:
-                raise UnsupportedError("--model: experts with biases are not measured")
-            state[f"{path}.gate_up_proj"] = _expand(module.gate_up)
-            state[f"{path}.down_proj"] = _expand(module.down)
-            own.append(f"{path}.")
-        elif isinstance(module, PackedLinear):
-            state[f"{path}.weight"] = module.weight.to(torch.bfloat16)
-            own.append(f"{path}.packed.")
-    if not own:
-        raise UnsupportedError("--model: nothing of it is packed, there is nothing to compare")
-    for name, tensor in packed.state_dict().items():
-        if not name.startswith(tuple(own)):
-            state[name] = tensor
-    config = copy.deepcopy(packed.config)
-    vars(config).pop("quantization_config", None)
-    return (
-        type(packed)
-        .from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=torch.bfloat16,
-            experts_implementation=HOST_IMPLEMENTATION,
-        )
-        .eval()
-    )
-
-
-def _expand(weights: PackedWeights) -> Tensor:
-    """`[E, P*n, k]` bf16 in the natural order of columns, one matrix at a time."""
-    dense = torch.empty(weights.shape, dtype=torch.bfloat16)
-    n = weights.scheme.n
-    for index in range(weights.num_matrices):
-        for part in range(weights.num_parts):
-            matrix = weights.read(index, part).dequantize(weights.scheme, torch.bfloat16)
-            dense[index, part * n : (part + 1) * n] = matrix
-    return dense
 
 
 def _ids(request: CpuRequest, config: PreTrainedConfig) -> Tensor:

@@ -21,7 +21,7 @@ from firesteel.formats.packed import packed_bytes
 from firesteel.formats.quantize import parse_recipe
 from firesteel.formats.registry import format_named
 
-__all__ = ["SHAPES", "Shape", "write_checkpoint", "write_plain_checkpoint"]
+__all__ = ["SHAPES", "Shape", "Shards", "write_checkpoint", "write_plain_checkpoint"]
 
 _WEIGHT_STD = 0.02
 _IGNORE = ("re:.*self_attn.*", "re:.*mlp[.]gate$", "lm_head")
@@ -145,31 +145,51 @@ def _normal(generator: torch.Generator, *size: int) -> Tensor:
     return (torch.randn(*size, generator=generator) * _WEIGHT_STD).to(torch.bfloat16)
 
 
+class Shards:
+    """Writes a checkpoint shard by shard, so that the writer never holds more than one.
+
+    Args:
+        folder: which exists.
+        count: shards to come.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder = folder
+        self._count = count
+        self._num_written = 0
+        self._weight_map: dict[str, str] = {}
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Write the next shard."""
+        self._num_written += 1
+        name = f"model-{self._num_written:05d}-of-{self._count:05d}.safetensors"
+        save_file(tensors, self._folder / name, metadata={"format": "pt"})
+        self._weight_map.update(dict.fromkeys(tensors, name))
+
+    def close(self, config: dict[str, Any]) -> None:
+        """Write the index and `config.json`."""
+        assert self._num_written == self._count
+        index = {"metadata": {}, "weight_map": self._weight_map}
+        for name, value in (("model.safetensors.index.json", index), ("config.json", config)):
+            (self._folder / name).write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
 def _write(
     folder: Path, shape: Shape, config: dict[str, Any], experts: Callable[[int], dict[str, Tensor]]
 ) -> None:
-    """Shard by shard, so that the writer never holds more than a layer."""
-    weight_map: dict[str, str] = {}
+    """A shard a layer."""
     generator = torch.Generator().manual_seed(1)
-
-    def save(name: str, tensors: dict[str, Tensor]) -> None:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-
-    count = shape.num_layers + 1
+    shards = Shards(folder, shape.num_layers + 1)
     for layer in range(shape.num_layers):
-        tensors = experts(layer) | _attention(layer, shape, generator)
-        save(f"model-{layer + 1:05d}-of-{count:05d}.safetensors", tensors)
+        shards.add(experts(layer) | _attention(layer, shape, generator))
     hidden = shape.hidden_size
     ends = {
         "model.embed_tokens.weight": _normal(generator, shape.vocab_size, hidden),
         "lm_head.weight": _normal(generator, shape.vocab_size, hidden),
         "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
     }
-    save(f"model-{count:05d}-of-{count:05d}.safetensors", ends)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    shards.add(ends)
+    shards.close(config)
 
 
 def _attention(layer: int, shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
