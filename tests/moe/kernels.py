@@ -19,7 +19,7 @@ from firesteel.moe.activation import Activation
 from firesteel.moe.combine import combine_kernel
 from firesteel.moe.down import down_kernel
 from firesteel.moe.gate_up import gate_up_kernel
-from firesteel.moe.route import count_kernel, place_kernel
+from firesteel.moe.route import count_kernel, place_kernel, scatter_kernel
 
 # Bytes of 0xFF around every tensor: NaN in every float type, -1 in every integer.
 GUARD_BYTES = 272
@@ -200,12 +200,15 @@ class Int4Stack:
 
 
 def run_count(routing: Routing, *, block_r: int = 16) -> Tensor:
+    """Counts `[chunks, E]` of chunks of `block_r` routes."""
     memory = Memory()
-    counts = memory.poisoned(routing.num_experts, dtype=torch.int32)
+    e, num_routes = routing.num_experts, routing.num_routes
+    chunks = -(-num_routes // block_r)
+    counts = memory.poisoned(chunks, e, dtype=torch.int32)
     launch(
-        *(count_kernel, (routing.num_experts,), *memory.routing(routing), counts),
-        routing.num_routes,
+        *(count_kernel, (chunks,), *memory.routing(routing), counts, num_routes),
         **routing.constexprs,
+        E_BLOCK=1 << (e - 1).bit_length(),
         BLOCK_R=block_r,
     )
     memory.check()
@@ -215,14 +218,17 @@ def run_count(routing: Routing, *, block_r: int = 16) -> Tensor:
 def run_place(
     routing: Routing, *, rows: int = 16, counts: Tensor | None = None, block_r: int = 16
 ) -> Placed:
-    """Sorted routes, in tiles of `rows`."""
+    """Sorted routes, in tiles of `rows`; with counts of chunks, by a program a chunk."""
     memory = Memory()
     e, num_routes = routing.num_experts, routing.num_routes
     num_tiles = -(-num_routes // max(rows, 1)) + e
     sizes = (num_routes, e + 1, num_tiles, num_tiles, 1)
     placed = Placed(*(memory.poisoned(size, dtype=torch.int32) for size in sizes))
+    kernel, programs, given = place_kernel, e, ()
+    if counts is not None:
+        kernel, programs, given = scatter_kernel, len(counts), (memory.holding(counts),)
     launch(
-        *(place_kernel, (e,), *memory.routing(routing), memory.holding(counts), *placed.tensors),
+        *(kernel, (programs,), *memory.routing(routing), *given, *placed.tensors),
         *(num_routes, rows),
         **routing.constexprs,
         E_BLOCK=1 << (e - 1).bit_length(),

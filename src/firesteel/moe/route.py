@@ -12,11 +12,20 @@ expert_offsets [0, 1, 4, 4], num_blocks 3, block_expert [0, 1, 1], block_row [0,
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from firesteel.moe.tile import local_expert
 
-__all__ = ["count_kernel", "place_kernel"]
+__all__ = ["count_kernel", "place_kernel", "scatter_kernel"]
+
+
+@triton.jit
+def count_chunk(owners, E_BLOCK: tl.constexpr):
+    """How many of `owners` each expert is, `[E_BLOCK]` int32."""
+    # A histogram has no bin for none, so those are counted in bin 0 and taken out again.
+    num_lost = tl.sum((owners < 0).to(tl.int32), axis=0)
+    counts = tl.histogram(tl.maximum(owners, 0).to(tl.int32), E_BLOCK)
+    return counts - tl.where(tl.arange(0, E_BLOCK) == 0, num_lost, 0)
 
 
 @triton.jit(
@@ -29,62 +38,40 @@ def count_kernel(
     R: tl.int64,
     E: tl.constexpr,
     NUM_GLOBAL: tl.constexpr,
+    E_BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """counts[e] = number of routes whose expert is e
+    """counts[c, e] = number of routes of chunk c whose expert is e
 
     name        shape         dtype        layout      traffic
-    topk_ids    [R]           int32/int64  contiguous  read E times
-    expert_map  [NUM_GLOBAL]  int32        contiguous  or None; read at each route, E times
-    counts      [E]           int32        contiguous  written once; needs no init
+    topk_ids    [R]           int32/int64  contiguous  read once
+    expert_map  [NUM_GLOBAL]  int32        contiguous  or None; read at each route
+    counts      [chunks, E]   int32        contiguous  written once; needs no init
 
-    Grid      (E,); one program counts one expert.
-    Key       dtypes, whether there is a map, E, NUM_GLOBAL, BLOCK_R, PDL.
+    Grid      (chunks,) of BLOCK_R routes each.
+    Key       dtypes, whether there is a map, constexprs.
     Numerics  integers; the same bits every run.
-    Bytes     E * R * (bytes of an id), from L2 but for the first
-    Range     R below 2**31.
+    Bytes     R * (bytes of an id) + 4 * chunks * E
+    Range     R below 2**31. E_BLOCK is a power of two, at least E, at most 2048.
     Oracle    count_reference
     """
     if PDL:
         gdc_wait()
-    expert = tl.program_id(0)
-    count = tl.zeros((BLOCK_R,), dtype=tl.int32)
-    for start in range(0, R, BLOCK_R):
-        routes = start + tl.arange(0, BLOCK_R)
-        owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
-        count += (owners == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(count, axis=0))
-
-
-@triton.jit
-def count_all(
-    topk_ids_ptr,
-    expert_map_ptr,
-    R,
-    E: tl.constexpr,
-    NUM_GLOBAL: tl.constexpr,
-    E_BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Routes of every expert, `[E_BLOCK]` int32."""
+        gdc_launch_dependents()
+    chunk = tl.program_id(0)
+    routes = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
+    owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
     bins = tl.arange(0, E_BLOCK)
-    counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
-    for start in range(0, R, BLOCK_R):
-        routes = start + tl.arange(0, BLOCK_R)
-        owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
-        # A histogram has no bin for none, so those are counted in bin 0 and taken out again.
-        num_lost = tl.sum((owners < 0).to(tl.int32), axis=0)
-        counts += tl.histogram(tl.maximum(owners, 0).to(tl.int32), E_BLOCK)
-        counts -= tl.where(bins == 0, num_lost, 0)
-    return counts
+    counts_ptrs = counts_ptr + chunk.to(tl.int64) * E + bins
+    tl.store(counts_ptrs, count_chunk(owners, E_BLOCK), mask=(bins < E) & (R > 0))
 
 
 @triton.jit(
     do_not_specialize=["R", "tile_rows"],
     do_not_specialize_on_alignment=["topk_ids_ptr", "expert_map_ptr"],
 )
-def place_kernel(
+def scatter_kernel(
     topk_ids_ptr,
     expert_map_ptr,
     counts_ptr,
@@ -101,12 +88,112 @@ def place_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """What place_kernel does, with a program a chunk of routes, from the counts of chunks
+
+    Arguments are those of place_kernel, and counts `[chunks, E]` of count_kernel, read by each
+    program.
+
+    Grid      (chunks,) of BLOCK_R routes each; a program also writes its share of the tiles.
+    Key       dtypes, whether there is a map, constexprs.
+    Numerics  integers; the same bits every run.
+    Bytes     4 * chunks**2 * E from L2, 2 * R * (bytes of an id), 4 * R written
+    Range     R below 2**31. E_BLOCK is a power of two, at least E, at most 2048.
+    Oracle    place_reference
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    WIDTH: tl.constexpr = 32
+    # As many tiles at a time as a program compares with every expert in its registers.
+    TILES: tl.constexpr = max(16384 // E_BLOCK, 1)
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    bins = tl.arange(0, E_BLOCK)
+    # Nothing is counted where prewarm launches it with nothing.
+    is_expert = (bins < E) & (R > 0)
+    counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    before = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    counts_ptrs = counts_ptr + bins
+    for other in range(0, chunks):
+        row = tl.load(counts_ptrs, mask=is_expert, other=0)
+        counts_ptrs += E
+        before += tl.where(other < chunk, row, 0)
+        counts += row
+    # One where prewarm launches it with nothing.
+    rows = tl.maximum(tile_rows, 1).to(tl.int32)
+    tiles = (counts + (rows - 1)) // rows
+    first_place = tl.cumsum(counts, axis=0) - counts
+    last_tile = tl.cumsum(tiles, axis=0)
+    num_tiles = tl.sum(tiles, axis=0)
+    if chunk == 0:
+        tl.store(expert_offsets_ptr + bins, first_place, mask=is_expert)
+        tl.store(expert_offsets_ptr + E, tl.sum(counts, axis=0), mask=R > 0)
+        tl.store(num_blocks_ptr, num_tiles)
+    for start in range(chunk * TILES, num_tiles, chunks * TILES):
+        tile = start + tl.arange(0, TILES)
+        # The experts whose tiles all lie before it.
+        is_past = last_tile[None, :] <= tile[:, None]
+        expert = tl.sum(is_past.to(tl.int32), axis=1)
+        is_own = expert[:, None] == bins[None, :]
+        row = tl.sum(tl.where(is_own, first_place - (last_tile - tiles) * rows, 0), axis=1)
+        is_tile = tile < num_tiles
+        tl.store(block_expert_ptr + tile, expert, mask=is_tile)
+        tl.store(block_row_ptr + tile, row + tile * rows, mask=is_tile)
+    routes = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
+    owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
+    owners = owners.to(tl.int32)
+    place = tl.gather(first_place + before, tl.maximum(owners, 0), axis=0)
+    for start in range(0, BLOCK_R, WIDTH):
+        others = chunk * BLOCK_R + start + tl.arange(0, WIDTH)
+        rival = local_expert(topk_ids_ptr, expert_map_ptr, others, others < R, E, NUM_GLOBAL)
+        is_first = (rival.to(tl.int32)[None, :] == owners[:, None]) & (others < routes[:, None])
+        place += tl.sum(is_first.to(tl.int32), axis=1)
+    tl.store(route_ids_ptr + place, routes.to(tl.int32), mask=owners >= 0)
+
+
+@triton.jit
+def count_all(
+    topk_ids_ptr,
+    expert_map_ptr,
+    R,
+    E: tl.constexpr,
+    NUM_GLOBAL: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Routes of every expert, `[E_BLOCK]` int32."""
+    counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    for start in range(0, R, BLOCK_R):
+        routes = start + tl.arange(0, BLOCK_R)
+        owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
+        counts += count_chunk(owners, E_BLOCK)
+    return counts
+
+
+@triton.jit(
+    do_not_specialize=["R", "tile_rows"],
+    do_not_specialize_on_alignment=["topk_ids_ptr", "expert_map_ptr"],
+)
+def place_kernel(
+    topk_ids_ptr,
+    expert_map_ptr,
+    route_ids_ptr,
+    expert_offsets_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    num_blocks_ptr,
+    R: tl.int64,
+    tile_rows: tl.int64,
+    E: tl.constexpr,
+    NUM_GLOBAL: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Sort routes by expert, stable, and cut each expert's into tiles of tile_rows
 
     name            shape         dtype        layout      traffic
-    topk_ids        [R]           int32/int64  contiguous  read E times (2 E without counts)
+    topk_ids        [R]           int32/int64  contiguous  read 2 E times
     expert_map      [NUM_GLOBAL]  int32        contiguous  or None; read at each route
-    counts          [E]           int32        contiguous  read E times; None: counted here
     route_ids       [R]           int32        contiguous  the routed first; the rest not written
     expert_offsets  [E + 1]       int32        contiguous  written once; needs no init
     block_expert    [tiles]       int32        contiguous  num_blocks written; the rest as it was
@@ -114,21 +201,19 @@ def place_kernel(
     num_blocks      [1]           int32        contiguous  written once; needs no init
 
     Grid      (E,); one program places one expert's routes and writes its tiles.
-    Key       dtypes, whether there are a map and counts, constexprs.
+    Key       dtypes, whether there is a map, constexprs.
     Numerics  integers; the same bits every run.
-    Bytes     E * R * (bytes of an id) + 4 * E**2, from L2 but for the first; 4 * R written
-    Range     R below 2**31. E_BLOCK is a power of two, at least E, at most 2**20 with counts and
-              2048 without (a wider histogram does not fit the registers).
+    Bytes     2 * E * R * (bytes of an id), from L2 but for the first; 4 * R written
+    Range     R below 2**31. E_BLOCK is a power of two, at least E, at most 2048: a wider histogram
+              does not fit the registers.
     Oracle    place_reference
     """
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     bins = tl.arange(0, E_BLOCK)
-    if counts_ptr is not None:
-        counts = tl.load(counts_ptr + bins, mask=bins < E, other=0)
-    else:
-        counts = count_all(topk_ids_ptr, expert_map_ptr, R, E, NUM_GLOBAL, E_BLOCK, BLOCK_R)
+    counts = count_all(topk_ids_ptr, expert_map_ptr, R, E, NUM_GLOBAL, E_BLOCK, BLOCK_R)
     # One where prewarm launches it with nothing.
     rows = tl.maximum(tile_rows, 1).to(tl.int32)
     tiles = (counts + (rows - 1)) // rows

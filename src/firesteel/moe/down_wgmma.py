@@ -1,0 +1,135 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
+# ruff: noqa: ANN001, ANN201
+"""FC2 of the MoE layer on Hopper where experts have many rows; `down_kernel` is its twin."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from firesteel.moe.wgmma import copy_layout, products, row_layout, start, store_rows, words_of_rows
+
+__all__ = ["down_wgmma_kernel"]
+
+
+@gluon.jit
+def add_and_store(
+    acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, START: gl.constexpr,
+    K: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Rows of y from products `[rows of w2, routes]` of routes START.. of a tile."""
+    if bias_ptr is not None:
+        k = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
+        acc += gl.load(bias_ptr + k, mask=k < K, other=0.0).to(gl.float32)[:, None]
+    y = acc.to(y_ptr.dtype.element_ty)
+    store_rows(y, y_ptr, route_ids_ptr, first, num_rows, column, START, K, WARPS)
+
+
+@gluon.jit
+def down_tile(
+    hidden_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, route_ids_ptr, y_ptr,
+    first, num_rows,
+    K: gl.constexpr, N: gl.constexpr, GROUP_SIZE: gl.constexpr, ROUTES: gl.constexpr,
+    REST: gl.constexpr, BLOCK_N: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile of at most ROUTES + REST routes; pointers to weights are those of its expert."""
+    BLOCK_M: gl.constexpr = ROUTES if REST == 0 else 2 * ROUTES
+    NUM_BLOCKS: gl.constexpr = (N + 127) // 128
+    copy_l: gl.constexpr = copy_layout(WARPS)
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copy_l))
+    is_row = m < num_rows
+    n = gl.arange(0, 32, layout=gl.SliceLayout(0, copy_l))
+    hidden_ptrs = hidden_ptr + ((first + m).to(gl.int64) * N)[:, None] + n[None, :]
+    column = gl.program_id(0) * (BLOCK_N * SPAN)
+    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copy_l))
+    words_ptrs = codes_ptr + gl.program_id(0) * (BLOCK_N * SPAN // 64 * NUM_BLOCKS * 2048)
+    words_ptrs += words_of_rows(row, NUM_BLOCKS, WARPS)
+    scale_row = column + gl.arange(0, BLOCK_N, layout=row_layout(WARPS))
+    zeros_ptrs = ()
+    if zero_points_ptr is not None:
+        zeros_ptrs = (zero_points_ptr + scale_row,)
+    source = (
+        hidden_ptrs, is_row[:, None], words_ptrs, column + row, scales_ptr + scale_row,
+        zeros_ptrs, scale_row,
+    )  # fmt: skip
+    shared, now, a0 = start(
+        source, N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, ROUTES, STAGES, WARPS
+    )
+    for span in range(SPAN):
+        acc, rest, now, a0 = products(
+            shared, source, now, a0, span * NUM_BLOCKS,
+            N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, ROUTES, REST, STAGES, WARPS,
+        )  # fmt: skip
+        add_and_store(
+            acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, 0, K, WARPS
+        )
+        if REST > 0:
+            add_and_store(
+                rest, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, ROUTES, K, WARPS
+            )
+        column += BLOCK_N
+
+
+@gluon.jit(do_not_specialize=["R"])
+def down_wgmma_kernel(
+    hidden_ptr,
+    codes_ptr,
+    scales_ptr,
+    zero_points_ptr,
+    bias_ptr,
+    route_ids_ptr,
+    expert_offsets_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    num_blocks_ptr,
+    y_ptr,
+    R: gl.int64,
+    K: gl.constexpr,
+    N: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    SPAN: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """y[r] = w2[e] @ hidden[p] + bias[e], r = route_ids[p]
+
+    Arguments, grid and range are those of down_kernel in packed mode. A tile of few routes is
+    multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
+
+    Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
+    Numerics  weights dequantised to hidden's dtype, rounded once; fp32 sums in order of columns;
+              one rounding to hidden's dtype. A row's bits do not depend on others.
+    Oracle    down_reference
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    NUM_BLOCKS: gl.constexpr = (N + 127) // 128
+    PADDED: gl.constexpr = (K + 63) // 64 * 64
+    NUM_GROUPS: gl.constexpr = N // GROUP_SIZE
+    gl.static_assert(PADDED * NUM_BLOCKS * 32 < 2**31)
+    gl.static_assert(BLOCK_N % 64 == 0)
+    tile = gl.program_id(1)
+    if tile >= gl.load(num_blocks_ptr):
+        return
+    expert = gl.load(block_expert_ptr + tile).to(gl.int64)
+    first = gl.load(block_row_ptr + tile)
+    num_rows = gl.minimum(gl.load(expert_offsets_ptr + expert + 1) - first, BLOCK_M)
+    codes_ptr += expert * (PADDED * NUM_BLOCKS * 32)
+    scales_ptr += expert * (NUM_GROUPS * K)
+    if zero_points_ptr is not None:
+        zero_points_ptr += expert * (NUM_GROUPS * K)
+    if bias_ptr is not None:
+        bias_ptr += expert * K
+    for size in gl.static_range(BLOCK_M // 32):
+        if (num_rows > 32 * size) & (num_rows <= 32 * size + 32):
+            ROUTES: gl.constexpr = 32 if size == 0 else 128 if size == 3 else 64
+            down_tile(
+                hidden_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, route_ids_ptr,
+                y_ptr, first, num_rows, K, N, GROUP_SIZE, ROUTES, 32 if size == 2 else 0,
+                BLOCK_N, SPAN, STAGES, WARPS,
+            )  # fmt: skip

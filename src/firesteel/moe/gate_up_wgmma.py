@@ -1,0 +1,176 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
+# ruff: noqa: ANN001, ANN201
+"""FC1 of the MoE layer on Hopper where experts have many rows; `gate_up_kernel` is its twin."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from firesteel.moe.tile import activate
+from firesteel.moe.wgmma import copy_layout, products, row_layout, start, store_rows, words_of_rows
+
+__all__ = ["gate_up_wgmma_kernel"]
+
+
+@gluon.jit
+def act_and_store(
+    acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, START: gl.constexpr,
+    N: gl.constexpr, PARTS: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Rows of hidden from products `[PARTS * BLOCK_N, routes]` of routes START.. of a tile."""
+    ROUTES: gl.constexpr = acc.shape[1]
+    gate, up = acc, acc
+    if PARTS == 2:
+        # 8 gate rows, then their 8 up rows: a thread has both.
+        parts = gl.reshape(acc, [BLOCK_N // 8, 2, 8, ROUTES])
+        gate, up = gl.split(gl.permute(parts, (0, 2, 3, 1)))
+        gate = gl.reshape(gate, [BLOCK_N, ROUTES])
+        up = gl.reshape(up, [BLOCK_N, ROUTES])
+    if topk_weights_ptr is not None:
+        m = START + gl.arange(0, ROUTES, layout=gl.SliceLayout(0, gate.type.layout))
+        routes = gl.load(route_ids_ptr + first + m, mask=m < num_rows, other=0)
+        weight = gl.load(topk_weights_ptr + routes, mask=m < num_rows, other=0.0).to(gl.float32)
+        gate = gate * weight[None, :]
+        up = up * weight[None, :]
+    column = gl.program_id(0) * BLOCK_N
+    if bias_ptr is not None:
+        n = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gate.type.layout))
+        gate += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if PARTS == 2:
+            up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    acted = activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA).to(hidden_ptr.dtype.element_ty)
+    store_rows(acted, hidden_ptr, None, first, num_rows, column, START, N, WARPS)
+
+
+@gluon.jit
+def gate_up_tile(
+    x_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr,
+    hidden_ptr, stride_x, first, num_rows,
+    K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
+    ROUTES: gl.constexpr, REST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """A tile of at most ROUTES + REST routes; pointers to weights are those of its expert."""
+    PARTS: gl.constexpr = 2 if ACTIVATION != "relu2" else 1
+    ROWS: gl.constexpr = PARTS * BLOCK_N
+    BLOCK_M: gl.constexpr = ROUTES if REST == 0 else 2 * ROUTES
+    NUM_BLOCKS: gl.constexpr = (K + 127) // 128
+    PADDED: gl.constexpr = (N + 63) // 64 * 64
+    copy_l: gl.constexpr = copy_layout(WARPS)
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copy_l))
+    is_row = m < num_rows
+    routes = gl.load(route_ids_ptr + first + m, mask=is_row, other=0).to(gl.int64)
+    k = gl.arange(0, 32, layout=gl.SliceLayout(0, copy_l))
+    x_ptrs = x_ptr + ((routes // TOP_K) * stride_x)[:, None] + k[None, :]
+    # Rows of the operand: 8 gate rows, then the up rows of the same columns.
+    q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_l))
+    part, row = q // 8 % PARTS, q // (8 * PARTS) * 8 + q % 8
+    column = gl.program_id(0) * BLOCK_N
+    words_ptrs = codes_ptr + gl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * 2048)
+    words_ptrs += (part * (PADDED * NUM_BLOCKS * 32))[:, None]
+    words_ptrs += words_of_rows(row, NUM_BLOCKS, WARPS)
+    word_row = column + row
+    q = gl.arange(0, ROWS, layout=row_layout(WARPS))
+    part, row = q // 8 % PARTS, q // (8 * PARTS) * 8 + q % 8
+    scales_ptrs = scales_ptr + part * N + column + row
+    zeros_ptrs = ()
+    if zero_points_ptr is not None:
+        zeros_ptrs = (zero_points_ptr + part * N + column + row,)
+    source = (
+        x_ptrs, is_row[:, None], words_ptrs, word_row, scales_ptrs, zeros_ptrs, column + row,
+    )  # fmt: skip
+    shared, now, a0 = start(
+        source, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, ROUTES, STAGES, WARPS
+    )
+    acc, rest, now, a0 = products(
+        shared, source, now, a0, 0,
+        K, N, PARTS, GROUP_SIZE, ROWS, 1, ROUTES, REST, STAGES, WARPS,
+    )  # fmt: skip
+    act_and_store(
+        acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, 0,
+        N, PARTS, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N, WARPS,
+    )  # fmt: skip
+    if REST > 0:
+        act_and_store(
+            rest, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, ROUTES,
+            N, PARTS, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N, WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=["stride_x", "R"],
+    do_not_specialize_on_alignment=["topk_weights_ptr"],
+)
+def gate_up_wgmma_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zero_points_ptr,
+    bias_ptr,
+    topk_weights_ptr,
+    route_ids_ptr,
+    expert_offsets_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    num_blocks_ptr,
+    hidden_ptr,
+    stride_x: gl.int64,
+    R: gl.int64,
+    K: gl.constexpr,
+    N: gl.constexpr,
+    TOP_K: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr,
+    ALPHA: gl.constexpr,
+    BETA: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """hidden[p] = act(w13[e] @ x[r // TOP_K] * topk_weights[r] + bias[e]), r = route_ids[p]
+
+    Arguments, grid and range are those of gate_up_kernel in packed mode. A tile of few routes is
+    multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
+
+    Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
+    Numerics  weights dequantised to x's dtype, rounded once; fp32 sums in order of columns;
+              activation in fp32; one rounding to x's dtype. A row's bits do not depend on others.
+    Oracle    gate_up_reference
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    PARTS: gl.constexpr = 2 if ACTIVATION != "relu2" else 1
+    NUM_BLOCKS: gl.constexpr = (K + 127) // 128
+    PART: gl.constexpr = (N + 63) // 64 * 64 * NUM_BLOCKS * 32
+    NUM_GROUPS: gl.constexpr = K // GROUP_SIZE
+    UNIT: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    gl.static_assert(PARTS * PART < 2**31)
+    gl.static_assert(BLOCK_N % 64 == 0)
+    tile = gl.program_id(1)
+    if tile >= gl.load(num_blocks_ptr):
+        return
+    expert = gl.load(block_expert_ptr + tile).to(gl.int64)
+    first = gl.load(block_row_ptr + tile)
+    num_rows = gl.minimum(gl.load(expert_offsets_ptr + expert + 1) - first, BLOCK_M)
+    codes_ptr += expert * (PARTS * PART)
+    scales_ptr += expert * (NUM_GROUPS * PARTS * N)
+    if zero_points_ptr is not None:
+        zero_points_ptr += expert * (NUM_GROUPS * PARTS * N)
+    if bias_ptr is not None:
+        bias_ptr += expert * (PARTS * N)
+    for size in gl.static_range(BLOCK_M // 32):
+        if (num_rows > 32 * size) & (num_rows <= 32 * size + 32):
+            ROUTES: gl.constexpr = 32 if size == 0 else 128 if size == 3 else 64
+            gate_up_tile(
+                x_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, topk_weights_ptr,
+                route_ids_ptr, hidden_ptr, stride_x * UNIT, first, num_rows,
+                K, N, TOP_K, GROUP_SIZE, ACTIVATION, LIMIT, ALPHA, BETA,
+                ROUTES, 32 if size == 2 else 0, BLOCK_N, STAGES, WARPS,
+            )  # fmt: skip
