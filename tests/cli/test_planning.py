@@ -9,7 +9,6 @@ import pytest
 
 from firesteel.cli.keys import distinctions, spans
 from firesteel.launch import LaunchKey, plan
-from firesteel.moe.plan import BATCH_INVARIANT, TILES
 from firesteel.moe.spec import GEOMETRIES, geometry
 from tests.checkpoints import STORAGES, edit_config, write
 from tests.cli.command import (
@@ -22,6 +21,7 @@ from tests.cli.command import (
     run_apart,
 )
 
+TILES = geometry("glm-5.2", tensor_parallel=4).tiles
 LITTLE = ROOT / "examples" / "little_moe"
 SEED = ("--model", "glm-5.2", "--tp", 4, "--recipe", "int4-g128")
 
@@ -88,10 +88,10 @@ def tiles_of(found: dict) -> set[int]:
 def test_batch_invariant_is_another_spec():
     # So many tokens reach every tile of a plan whose rows may differ.
     usual = invoke_json("plan", *SEED, "--max-tokens", 1280)
-    assert tiles_of(usual) == {tile.rows for _, tile in TILES}
+    assert tiles_of(usual) == {tile.rows for _, tile in TILES.sorted}
     found = invoke_json("plan", *SEED, "--max-tokens", 1280, "--batch-invariant")
     assert found["spec"]["batch_invariant"] is True
-    assert tiles_of(found) == {BATCH_INVARIANT.rows}
+    assert tiles_of(found) == {TILES.batch_invariant.rows}
     (gate_up,) = (key for key in found["keys"] if key["kernel"].endswith("gate_up_kernel"))
     assert gate_up["tokens"] == [[1, 1280]]
 
@@ -231,7 +231,7 @@ def test_no_two_keys_of_a_plan_read_alike(model: str):
     shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
     assert len(set(shown)) == len(made.keys)
     tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
-    assert tiles == {tile.rows for _, tile in TILES}
+    assert tiles == {tile.rows for _, tile in TILES.sorted}
 
 
 def test_keys_of_a_large_plan_are_told_apart_by_how_they_cut_the_layer():

@@ -24,6 +24,7 @@ from firesteel.cli.options import (
     MaxTokensOption,
     ModelOption,
     RecipeOption,
+    TableOption,
     TpOption,
 )
 
@@ -131,6 +132,7 @@ def plan(
     max_tokens: MaxTokensOption = None,
     ids: IdsOption = _IDS,
     batch_invariant: BatchInvariantOption = False,
+    table: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print every kernel that a MoE layer can launch, from 0 tokens to the most. Needs no GPU."""
@@ -144,6 +146,7 @@ def plan(
         max_tokens=max_tokens,
         ids=ids,
         batch_invariant=batch_invariant,
+        table=table,
     )
     run(choice, as_json=as_json)
 
@@ -160,6 +163,7 @@ def build(
     max_tokens: MaxTokensOption = None,
     ids: IdsOption = _IDS,
     batch_invariant: BatchInvariantOption = False,
+    table: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compile every kernel of a plan into a bundle, from which a GPU machine loads. Needs no GPU.
@@ -178,6 +182,7 @@ def build(
         max_tokens=max_tokens,
         ids=ids,
         batch_invariant=batch_invariant,
+        table=table,
     )
     run(BuildRequest(choice=choice, targets=target, out=out), as_json=as_json)
 
@@ -215,6 +220,7 @@ def audit(
     max_tokens: MaxTokensOption = None,
     ids: IdsOption = _IDS,
     batch_invariant: BatchInvariantOption = False,
+    table: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay token counts through a plan: which keys they reach, and which were not prewarmed.
@@ -232,6 +238,7 @@ def audit(
         max_tokens=max_tokens,
         ids=ids,
         batch_invariant=batch_invariant,
+        table=table,
     )
     request = AuditRequest(
         choice=choice, traffic=tuple(traffic), plan_file=plan_file, prewarmed=prewarmed

@@ -6,10 +6,9 @@ from the cache; the error is against float64 on the same numbers.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,16 @@ from firesteel.cli.bench.moe_torch import TorchLayer, dense_weights, layer_in_fl
 from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
-from firesteel.cli.planning import PlanChoice, make_specs
+from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, default_device
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.tuning_file import table_of_device
 
 __all__ = ["MoeRequest", "floor_us", "run", "sizes_of"]
 
-_SHAPE = re.compile(r"(?P<model>.+?)(?:-tp(?P<tp>\d+))?")
 # What an H200 reaches: bytes a second of a copy, and bf16 operations a second of a product.
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 MAX_ERROR = 0.02
@@ -48,6 +47,7 @@ class MoeRequest:
         sizes     token counts
         routing   "uniform", or "zipf": expert i is chosen as often as 1 / (i + 1)
         baseline  also time bf16 grouped products of torch
+        table     tiles by measurement; of None the table nearest to the device
     """
 
     shape: str = "glm-5.2-tp4"
@@ -57,6 +57,7 @@ class MoeRequest:
     device: str | None = None
     batch_invariant: bool = False
     baseline: bool = True
+    table: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -87,16 +88,12 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
     device = default_device() if request.device is None else checked_device(request.device)
     if device.type != "cuda":
         raise UnsupportedError(f"device: got {device}, a layer is timed on a CUDA device")
-    found = _SHAPE.fullmatch(request.shape)
-    assert found is not None
-    (spec,) = make_specs(
-        PlanChoice(
-            model=found["model"],
-            tp=int(found["tp"] or 1),
-            recipe=request.recipe,
-            batch_invariant=request.batch_invariant,
-        )
+    choice = replace(
+        shape_choice(request.shape, request.recipe),
+        batch_invariant=request.batch_invariant,
+        table=request.table,
     )
+    (spec,) = make_specs(choice, table_of_device(device))
     rows: list[dict[str, Any]] = []
     with writer(out, as_json=as_json) as write, progress() as say:
         say("prewarming")
@@ -110,6 +107,7 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
                 "bench": "moe",
                 "shape": request.shape,
                 "recipe": request.recipe,
+                "table": spec.table.name,
                 "batch_invariant": request.batch_invariant,
                 "routing": request.routing,
                 **_measure(request, spec, layer, weights, num_tokens, dense),
