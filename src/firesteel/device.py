@@ -16,7 +16,6 @@ __all__ = [
     "device_name",
     "device_target",
     "is_capturing",
-    "shared_bytes_of",
     "stream_getter",
     "synchronize",
     "syncs_warn",
@@ -71,11 +70,6 @@ def is_capturing(device: torch.device) -> bool:
 def device_target(device: torch.device) -> str:
     """What kernels for a GPU are compiled for, "sm_90"."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-
-def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that a program on a GPU may have, in bytes."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def synchronize(device: torch.device) -> None:

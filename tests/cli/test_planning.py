@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from firesteel.cli.keys import distinctions, spans
 from firesteel.launch import LaunchKey, plan
 from firesteel.moe.spec import GEOMETRIES, geometry
+from firesteel.moe.tuning_file import default_table, write_table
 from tests.checkpoints import STORAGES, edit_config, write
 from tests.cli.command import (
     CHECKPOINTS,
@@ -279,3 +281,21 @@ def test_a_tensor_that_is_absent_tells_keys_apart():
 def test_many_ranges_are_cut():
     assert spans([(1, 4), (6, 6)]) == "1-4, 6"
     assert spans([(i, i) for i in range(6)]) == "0, 1, 2, 3, and 2 more"
+
+
+def test_a_table_of_the_users_is_another_plan(tmp_path):
+    made = replace(default_table(), name="mine")
+    tiles = made.tiles(made.shapes[0])
+    tiles = replace(tiles, split_k=2)
+    write_table(tmp_path / "mine.json", replace(made, rows=tiles.rows(made.shapes[0])))
+    usual, named, mine = (
+        invoke_json("plan", *SEED, "--max-tokens", 4, *more)
+        for more in ((), ("--table", "h200"), ("--table", tmp_path / "mine.json"))
+    )
+    assert usual == named
+    assert usual["spec"]["table"]["name"] == "h200"
+    assert mine["spec"]["table"]["name"] == "mine"
+    assert mine["digest"] != usual["digest"]
+    assert {key["constexprs"].get("SPLIT_K") for key in mine["keys"]} == {None, 2}
+    assert_error(invoke("plan", *SEED, "--table", "h100"), "table: got 'h100', must be a file, or")
+    assert_error(invoke("plan", *SEED, "--table", INT4 / "config.json"), "config.json: table: got")

@@ -267,6 +267,9 @@ def tune(
         bool,
         typer.Option("--batch-invariant", help="The tile of batch invariant layers, no other."),
     ] = False,
+    portable: Annotated[
+        bool, typer.Option(help="Only tiles of at most 99 KiB of shared memory, as any GPU has.")
+    ] = True,
     table: TableOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -287,6 +290,7 @@ def tune(
         sizes=sizes_of(m),
         minutes=minutes,
         batch_invariant=batch_invariant,
+        portable=portable,
         device=device,
         table=table,
     )

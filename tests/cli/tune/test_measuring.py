@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from firesteel.cli.tune.search import search
 from firesteel.errors import DriverError, UnsupportedError
 from firesteel.launch import Kernel, LaunchKey, Plan, Ready, plan
 from firesteel.launch.binary import Binary
+from firesteel.launch.driver import LoadedFunction
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import Int4Weights, MoeSpec
@@ -46,6 +48,7 @@ class Rig:
         self.shared_bytes = 1024
         self.fails: Callable[[LaunchKey], bool] = lambda key: False
         self.refuses = False
+        self.spilled = 0
         self.writes: Callable[[int, Tensor], None] = lambda number, out: None
         self.num_runs = 0
         self.weights = random_weights(SPEC, CPU)
@@ -87,6 +90,13 @@ class Rig:
         ready = ready_on_stub(made, self.driver, settings=settings, compiler=_compiles_nothing)
         assert ready.audit.prewarmed.from_cache == len(made.keys)
         assert device == CPU
+        function_of = ready.function
+
+        def function(key: LaunchKey) -> tuple[LoadedFunction, Binary]:
+            found, binary = function_of(key)
+            return replace(found, local_bytes=self.spilled), binary
+
+        ready.function = function
         return ready
 
     def run(self, layer: MoeLayer, *tensors: Tensor) -> None:
@@ -178,6 +188,17 @@ def test_what_the_driver_refuses_is_dropped(rig: Rig) -> None:
     rig.refuses = True
     assert rig.bench.time(rig.incumbent, is_final=False) is None
     assert "out of resources" in rig.dropped[0]
+
+
+def test_what_spills_more_than_the_incumbent_is_dropped(rig: Rig) -> None:
+    start, other, third = first_candidates(rig)
+    rig.bench.prepare([start, other, third])
+    rig.spilled = 8
+    assert rig.bench.time(start, is_final=False) is not None
+    assert rig.bench.time(other, is_final=False) is not None
+    rig.spilled = 16
+    assert rig.bench.time(third, is_final=False) is None
+    assert "spills 16 bytes of registers, the incumbent 8" in rig.dropped[0]
 
 
 def test_a_search_on_it_keeps_the_incumbent_where_all_are_alike(rig: Rig) -> None:

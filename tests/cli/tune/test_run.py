@@ -11,7 +11,14 @@ import torch
 
 from firesteel.cli.tune import run as tune_run
 from firesteel.cli.tune.candidates import Candidate, Group, Job, groups_of, incumbent_of, jobs_of
-from firesteel.cli.tune.run import TuneRequest, changes_of, merged_table, run, tune_layer
+from firesteel.cli.tune.run import (
+    PORTABLE_SHARED_BYTES,
+    TuneRequest,
+    changes_of,
+    merged_table,
+    run,
+    tune_layer,
+)
 from firesteel.cli.tune.search import Found
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan
@@ -87,13 +94,34 @@ def test_changes_are_told_by_the_fields_that_differ() -> None:
     assert changes_of(found_of(job, Candidate(tile, 1))) == "rows 8 to 16, down.span 4 to 2"
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[MoeSpec]:
-    """A GPU that is not there, on which every job finds TILE; the specs that were tuned."""
-    specs: list[MoeSpec] = []
+class Tuned:
+    """What was tuned on a GPU that is not there."""
 
-    def tuned(spec: MoeSpec, sizes: Sequence[int], device: torch.device, **_: object) -> list:
-        specs.append(spec)
+    def __init__(self) -> None:
+        self.specs: list[MoeSpec] = []
+        self.shared_bytes: list[int] = []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Tuned:
+    """Every job finds TILE."""
+    made = Tuned()
+
+    class Pretended:
+        """A driver of 227 KiB."""
+
+        @classmethod
+        def open(cls) -> "Pretended":
+            return cls()
+
+        def max_shared_bytes(self, device: int) -> int:
+            return 227 * 1024
+
+    def tuned(
+        spec: MoeSpec, sizes: Sequence[int], device: torch.device, *, shared_bytes: int, **_: object
+    ) -> list[Found]:
+        made.specs.append(spec)
+        made.shared_bytes.append(shared_bytes)
         return [found_of(job, Candidate(TILE), spec) for job in jobs_of(spec, tuple(sizes))]
 
     for name, value in {
@@ -103,12 +131,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[MoeSpec]:
         "table_of_device": lambda device: default_table(),
         "context": lambda device: {"device": "cuda"},
         "tune_layer": tuned,
+        "Driver": Pretended,
     }.items():
         monkeypatch.setattr(tune_run, name, value)
-    return specs
+    return made
 
 
-def test_a_table_is_written_that_plans_read(gpu: list[MoeSpec], tmp_path: Path) -> None:
+def test_a_table_is_written_that_plans_read(gpu: Tuned, tmp_path: Path) -> None:
     out = tmp_path / "a30.json"
     result = invoke("tune", "--out", out, "--m", "8,256")
     assert result.exit_code == 0, result.output
@@ -120,7 +149,7 @@ def test_a_table_is_written_that_plans_read(gpu: list[MoeSpec], tmp_path: Path) 
     made = read_table(out)
     assert (made.device, made.compute_capability, made.name) == ("NVIDIA A30", "8.0", "a30")
     assert made.shapes == (Shape(6144, 512, "int4-g128"),)
-    (spec,) = gpu
+    (spec,) = gpu.specs
     # Which GPUs before sm_90 cannot.
     assert not spec.pdl
     usual = invoke_json("plan", "--model", "glm-5.2", "--tp", 4, "--max-tokens", 300)
@@ -138,9 +167,7 @@ def test_a_table_is_written_that_plans_read(gpu: list[MoeSpec], tmp_path: Path) 
     assert spec.tiles.direct == GLM.tiles.direct
 
 
-def test_a_second_run_is_merged_and_starts_from_the_first(
-    gpu: list[MoeSpec], tmp_path: Path
-) -> None:
+def test_a_second_run_is_merged_and_starts_from_the_first(gpu: Tuned, tmp_path: Path) -> None:
     out = tmp_path / "a30.json"
     invoke_json("tune", "--out", out, "--m", "8")
     found = invoke_json("tune", "--out", out, "--m", "1", "--merge")
@@ -156,27 +183,33 @@ def test_a_second_run_is_merged_and_starts_from_the_first(
     found = invoke_json("tune", "--out", out, "--m", "64", "--merge", "--batch-invariant")
     assert [job["mode"] for job in found["jobs"]] == ["batch_invariant"]
     assert replace(GLM, table=read_table(out)).tiles.batch_invariant == TILE
-    assert gpu[-1].batch_invariant
+    assert gpu.specs[-1].batch_invariant
     found = invoke_json("tune", "--out", out, "--m", "64", "--merge", "--table", "h200")
     assert found["started_from"] == "h200"
 
 
-def test_tables_of_two_devices_are_not_merged(gpu: list[MoeSpec], tmp_path: Path) -> None:
+def test_tiles_of_much_shared_memory_are_asked_for(gpu: Tuned, tmp_path: Path) -> None:
+    for more in ((), ("--no-portable",)):
+        invoke_json("tune", "--out", tmp_path / f"{len(more)}.json", "--m", "8", *more)
+    assert gpu.shared_bytes == [99 * 1024, 227 * 1024]
+
+
+def test_tables_of_two_devices_are_not_merged(gpu: Tuned, tmp_path: Path) -> None:
     out = tmp_path / "h200.json"
     write_table(out, default_table())
     result = invoke("tune", "--out", out, "--merge")
     assert_error(result, "--merge:", "of NVIDIA H200, must be of this device, NVIDIA A30")
-    assert not gpu
+    assert not gpu.specs
 
 
 def test_a_table_that_is_none_is_refused_before_anything_is_timed(
-    gpu: list[MoeSpec], tmp_path: Path
+    gpu: Tuned, tmp_path: Path
 ) -> None:
     out = tmp_path / "a30.json"
     out.write_text("{}")
     assert_error(invoke("tune", "--out", out, "--merge"), "a30.json: table: got the fields none")
     assert_error(invoke("tune", "--out", tmp_path / "b.json", "--table", "none"), "got 'none'")
-    assert not gpu
+    assert not gpu.specs
 
 
 @pytest.mark.gpu
@@ -202,6 +235,7 @@ def test_a_small_layer_is_tuned(tmp_path: Path, batch_invariant: bool) -> None:
         spec,
         (1, 2, 40),
         device,
+        shared_bytes=PORTABLE_SHARED_BYTES,
         end=time.monotonic() + 120,
         say=lambda text: None,
         note=notes.append,

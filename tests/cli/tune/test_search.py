@@ -110,6 +110,21 @@ def test_rounds_that_disagree_are_noise() -> None:
     assert look(bench).chosen == incumbent
 
 
+@pytest.mark.parametrize(("behind", "is_taken"), [(0.5, True), (1.5, False)])
+def test_a_tile_that_another_count_took_is_preferred_within_the_noise(
+    behind: float, is_taken: bool
+) -> None:
+    best = Tile(32, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
+    known = Candidate(replace(best, rows=128))
+    us = parts(best, 0.3)
+    slower = 140 * (1 + behind * NOISE)
+    bench = FakeBench(lambda c: slower if c == known else us(c))
+    groups = groups_of(GLM, JOB, SHARED)
+    found = search(JOB, incumbent_of(GLM, JOB), groups, bench, [known])
+    assert found.chosen == (known if is_taken else Candidate(best))
+    assert found.us == pytest.approx(slower if is_taken else 140)
+
+
 def test_what_is_wrong_is_not_taken() -> None:
     best = Tile(32, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
     is_right = parts(best, 0.3)

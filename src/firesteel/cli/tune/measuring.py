@@ -177,8 +177,10 @@ class LayerBench:
             count: first_tokens_in_float64(spec, weights, calls[0])
             for count, calls in self._calls.items()
         }
-        # By count, of the first candidate that was right: the incumbent.
+        # By count, of the first candidate that was right: the incumbent. What it gave, and the
+        # bytes of registers that it spills, which no other may exceed.
         self._outputs: dict[int, Tensor] = {}
+        self._spilled: dict[int, int] = {}
         self._made: dict[Candidate, list[Plan]] = {}
         self._arena: Arena | None = None
         self._timed = 0
@@ -220,7 +222,8 @@ class LayerBench:
         try:
             ready = prewarm(made, device=self._device, settings=self._compiler.settings)
             layer = MoeLayer(ready, self._weights, self._arena_for(made))
-            wrong = self._what_is_wrong(layer, calls[0], count)
+            spilled = max(ready.function(key)[0].local_bytes for key in made.keys)
+            wrong = self._what_is_wrong(layer, calls[0], count, spilled)
         except DriverError as error:
             return str(error)
         if wrong is not None:
@@ -238,7 +241,7 @@ class LayerBench:
             self._arena = Arena.allocate(num_bytes * 5 // 4, self._device)
         return self._arena
 
-    def _what_is_wrong(self, layer: MoeLayer, call: Call, count: int) -> str | None:
+    def _what_is_wrong(self, layer: MoeLayer, call: Call, count: int, spilled: int) -> str | None:
         call.out.fill_(math.nan)
         layer.run(*call.tensors)
         expected = self._expected[count]
@@ -248,6 +251,9 @@ class LayerBench:
             return f"rel_err: {error:.4g} from float64 at {count} tokens, must be {MAX_ERROR}"
         if count not in self._outputs:
             self._outputs[count] = call.out.clone()
+            self._spilled[count] = spilled
+        if spilled > self._spilled[count]:
+            return f"spills {spilled} bytes of registers, the incumbent {self._spilled[count]}"
         known = self._outputs[count].float()
         rows = (call.out.float() - known).norm(dim=1) / known.norm(dim=1)
         worst = float(rows.max())

@@ -31,15 +31,19 @@ from firesteel.device import (
     default_device,
     device_name,
     device_target,
-    shared_bytes_of,
 )
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch.binary import supports_dependent_launch, triton_version
+from firesteel.launch.driver import Driver
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning import Row, TileTable
 from firesteel.moe.tuning_file import plain_fields, read_table, table_of_device, write_table
 
 __all__ = ["TuneRequest", "changes_of", "merged_table", "run", "tune_layer"]
+
+PORTABLE_SHARED_BYTES = 99 * 1024
+"""Shared memory that a program has on every GPU since sm_86. Tables serve devices that they were
+not measured on, and a tile that needs more would not run there."""
 
 Groups = Callable[[MoeSpec, Job, int], Sequence[Group]]
 
@@ -56,6 +60,7 @@ class TuneRequest:
         sizes            token counts
         minutes          after which nothing more is timed
         batch_invariant  choose the tile of batch invariant layers, and no other
+        portable         only tiles of at most PORTABLE_SHARED_BYTES of shared memory
         table            to start from; of None the file to merge into where it has the shape and
                          recipe, else the table nearest to the device
 
@@ -70,6 +75,7 @@ class TuneRequest:
     sizes: tuple[int, ...] = (1, 8, 32, 64, 256, 1024, 3072, 8192)
     minutes: float = 4.0
     batch_invariant: bool = False
+    portable: bool = True
     device: str | None = None
     table: str | None = None
 
@@ -108,9 +114,18 @@ def run(request: TuneRequest, *, as_json: bool) -> None:
     spec = replace(spec, pdl=supports_dependent_launch(device_target(device)))
     if old is not None and shape_of(spec) in old.shapes and request.table is None:
         spec = replace(spec, table=old)
+    shared_bytes = Driver.open().max_shared_bytes(device.index or 0)
+    if request.portable:
+        shared_bytes = min(shared_bytes, PORTABLE_SHARED_BYTES)
     with progress() as say:
         found = tune_layer(
-            spec, request.sizes, device, end=start + 60 * request.minutes, say=say, note=_note
+            spec,
+            request.sizes,
+            device,
+            shared_bytes=shared_bytes,
+            end=start + 60 * request.minutes,
+            say=say,
+            note=_note,
         )
     made = _table_of_now(request.out, device, tuned_tiles(spec, found).rows(shape_of(spec)))
     write_table(request.out, made if old is None else merged_table(old, made))
@@ -135,6 +150,7 @@ def tune_layer(
     sizes: Sequence[int],
     device: torch.device,
     *,
+    shared_bytes: int,
     end: float,
     say: Callable[[str], None],
     note: Callable[[str], None],
@@ -146,6 +162,7 @@ def tune_layer(
         spec: the layer, with the table to start from.
         sizes: token counts.
         device: a GPU.
+        shared_bytes: that a program may have.
         end: of `time.monotonic()`, after which no candidate is begun.
         say, note: told what runs now, and what is to be kept in sight.
         groups: the candidates of a job, given shared memory in bytes.
@@ -155,7 +172,6 @@ def tune_layer(
     """
     weights = random_weights(spec, device)
     jobs = jobs_of(spec, tuple(sizes))
-    shared_bytes = shared_bytes_of(device)
     found: list[Found] = []
     with TemporaryDirectory() as folder:
         compiler = Compiler(device_target(device), Path(folder), shared_bytes)
@@ -170,7 +186,9 @@ def tune_layer(
                 say=say,
                 drop=note,
             )
-            each = search(job, incumbent_of(spec, job), groups(spec, job, shared_bytes), bench)
+            known = {f.chosen: None for f in found if f.job.mode == job.mode}
+            candidates = groups(spec, job, shared_bytes)
+            each = search(job, incumbent_of(spec, job), candidates, bench, list(known))
             note(_line(each))
             found.append(each)
     return found

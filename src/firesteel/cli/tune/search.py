@@ -68,8 +68,22 @@ class Found:
     dropped: int
 
 
-def search(job: Job, incumbent: Candidate, groups: Sequence[Group], bench: Bench) -> Found:
+def search(
+    job: Job,
+    incumbent: Candidate,
+    groups: Sequence[Group],
+    bench: Bench,
+    known: Sequence[Candidate] = (),
+) -> Found:
     """Time a job's candidates, and take the fastest if it beats the incumbent by more than noise.
+
+    Args:
+        job: what is chosen for.
+        incumbent: what its calls take now.
+        groups: the candidates.
+        bench: what times them.
+        known: what other jobs took. One that is as fast as the fastest, but for noise, is preferred
+            to it: each tile is more kernels to compile and load.
 
     Raises
         FiresteelError: the incumbent itself is wrong or cannot run.
@@ -103,7 +117,10 @@ def search(job: Job, incumbent: Candidate, groups: Sequence[Group], bench: Bench
             if joined not in results and not bench.is_over():
                 bench.prepare([joined])
             fastest([joined])
-    chosen, us, incumbent_us = _confirmed(incumbent, results, bench)
+    if not bench.is_over():
+        bench.prepare(known)
+        fastest(known)
+    chosen, us, incumbent_us = _confirmed(incumbent, results, bench, known)
     return Found(
         job,
         chosen,
@@ -124,14 +141,20 @@ def _fastest(
 
 
 def _confirmed(
-    incumbent: Candidate, results: dict[Candidate, Timing | None], bench: Bench
+    incumbent: Candidate,
+    results: dict[Candidate, Timing | None],
+    bench: Bench,
+    known: Sequence[Candidate],
 ) -> tuple[Candidate, float, float]:
     """The candidate to take, its time and the incumbent's, of the fastest few timed once more.
 
     The fastest of many is fast by luck too; so they and the incumbent are timed in turns.
     """
     timed = [(found.us, c) for c, found in results.items() if found is not None and c != incumbent]
-    finalists = [c for _, c in sorted(timed, key=lambda each: each[0])[:_FINALISTS]]
+    timed.sort(key=lambda each: each[0])
+    # Those of other jobs that may turn out as fast.
+    near = [c for us, c in timed if c in known and us < timed[0][0] * (1 + 2 * NOISE)]
+    finalists = list(dict.fromkeys([c for _, c in timed[:_FINALISTS]] + near[:_FINALISTS]))
     first = results[incumbent]
     assert first is not None
     if not finalists:
@@ -146,11 +169,17 @@ def _confirmed(
     if incumbent not in means:
         raise FiresteelError(f"{incumbent}: ran once and not again")
     before = means[incumbent]
-    best = min(means, key=lambda candidate: means[candidate].us)
-    margin = max(NOISE, before.spread, means[best].spread)
-    if means[best].us < before.us * (1 - margin):
-        return best, means[best].us, before.us
-    return incumbent, before.us, before.us
+    faster = [
+        c
+        for c, mean in means.items()
+        if mean.us < before.us * (1 - max(NOISE, before.spread, mean.spread))
+    ]
+    if not faster:
+        return incumbent, before.us, before.us
+    best = min(faster, key=lambda candidate: means[candidate].us)
+    as_fast = [c for c in faster if c in known and means[c].us < means[best].us * (1 + NOISE)]
+    best = min(as_fast or [best], key=lambda candidate: means[candidate].us)
+    return best, means[best].us, before.us
 
 
 def _mean(timings: Sequence[Timing]) -> Timing:
