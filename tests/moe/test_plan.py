@@ -170,13 +170,12 @@ def test_regions_never_shrink(spec: MoeSpec, counts: list[int]) -> None:
         assert math.prod(small.shape) <= math.prod(large.shape)
 
 
-def test_tiles_grow_with_the_routes_an_expert_has() -> None:
+def test_a_tile_serves_the_routes_an_expert_has_up_to_its_bound() -> None:
     bounds = [bound for bound, _ in TILES]
-    sizes = [tile.rows for _, tile in TILES]
     assert bounds == sorted(set(bounds))
     assert bounds[-1] == math.inf
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 8
+    # Many routes an expert fill more rows than few.
+    assert TILES[0][1].rows < TILES[-1][1].rows
     for bound, tile in TILES[:-1]:
         at = int(bound * GLM.num_experts)
         assert tile_of(GLM, at - 1) is tile

@@ -1,20 +1,22 @@
 """The candidates that `firesteel tune` times: which tiles there are to choose from, in one place.
 
-FC1 and FC2 share the rows of a tile and nothing else. So for each number of rows the candidates of
-FC1 are timed beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
+FC1 and FC2 share the rows of a tile (and BOTH_OPTIONS). So for each number of rows the candidates
+of FC1 are timed beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from firesteel.moe.plan import is_direct, split_k
 from firesteel.moe.spec import MoeSpec
-from firesteel.moe.tuning import Down, GateUp, LayerTiles, Mode, Shape, Tile, TileTable, recipe_name
+from firesteel.moe.tuning import LayerTiles, Mode, Shape, Tile, TileTable, recipe_name
 
 __all__ = [
+    "BOTH_FIELDS",
     "DOWN_FIELDS",
     "GATE_UP_FIELDS",
     "Candidate",
@@ -28,17 +30,22 @@ __all__ = [
     "with_candidate",
 ]
 
-# Fields of a tile besides its rows, by the product that they cut.
-GATE_UP_FIELDS = ("gate_up", "is_joint")
-DOWN_FIELDS = ("down",)
-
+# Values to time of a tile's fields, by the products that they are of; each with each.
 ROWS = (8, 16, 32, 64, 128)
+BOTH_OPTIONS: dict[str, tuple[object, ...]] = {}
+GATE_UP_OPTIONS: dict[str, tuple[object, ...]] = {"is_joint": (False, True)}
+DOWN_OPTIONS: dict[str, tuple[object, ...]] = {}
+
 GATE_UP_COLUMNS = (64, 128)
 GATE_UP_WARPS_STAGES = ((4, 3), (4, 4), (8, 3), (4, 2), (8, 4), (8, 2))
 SPLITS = (4, 2, 8, 1)
 DOWN_ROWS = (64, 128)
 DOWN_SPANS = (4, 2, 8, 1)
 DOWN_WARPS_STAGES = ((4, 3), (8, 3), (2, 3), (4, 4), (4, 2))
+
+BOTH_FIELDS = ("rows", *BOTH_OPTIONS)
+GATE_UP_FIELDS = ("gate_up", *GATE_UP_OPTIONS)
+DOWN_FIELDS = ("down", *DOWN_OPTIONS)
 
 MAX_ACCUMULATORS = 128
 """Sums that a thread may hold: of its 255 registers as many again go to operands and addresses."""
@@ -70,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Candidates of one number of rows: `start`, and those that differ from it in one product."""
+    """`start`, and candidates that differ from it in one product."""
 
     start: Candidate
     gate_up: tuple[Candidate, ...]
@@ -132,7 +139,7 @@ def join(gate_up: Candidate, down: Candidate) -> Candidate:
 
 
 def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
-    """All candidates of a job, those of the incumbent's rows first.
+    """All candidates of a job, in groups of what both products share; the incumbent's first.
 
     Args:
         spec: the layer, with the table to start from.
@@ -140,17 +147,23 @@ def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
         shared_bytes: shared memory that a program may have.
     """
     incumbent = incumbent_of(spec, job)
-    found: list[Group] = []
-    for rows in _rows_of(spec, job, incumbent):
+    starts = [incumbent]
+    for rows, both in product(_rows_of(spec, job, incumbent), _each(BOTH_OPTIONS)):
         start = _start(spec, incumbent, rows)
-        found.append(
-            Group(
-                start,
-                tuple(_gate_ups(spec, job, start, shared_bytes)),
-                tuple(_downs(spec, start, shared_bytes)),
-            )
+        starts.append(replace(start, tile=replace(start.tile, **both)))
+    return tuple(
+        Group(
+            start,
+            tuple(_gate_ups(spec, job, start, shared_bytes)),
+            tuple(_downs(spec, start, shared_bytes)),
         )
-    return tuple(found)
+        for start in dict.fromkeys(starts)
+    )
+
+
+def _each(options: Mapping[str, Sequence[object]]) -> list[dict[str, Any]]:
+    """Every combination of values, by field."""
+    return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
 
 
 def _rows_of(spec: MoeSpec, job: Job, incumbent: Candidate) -> tuple[int, ...]:
@@ -178,13 +191,15 @@ def _start(spec: MoeSpec, incumbent: Candidate, rows: int) -> Candidate:
 def _gate_ups(spec: MoeSpec, job: Job, start: Candidate, shared_bytes: int) -> Iterator[Candidate]:
     """FC1 in every way that fits, with the FC2 of `start`."""
     # What is not gated has one part, and one route has too few columns to join parts for.
-    joints = (False, True) if spec.num_parts == 2 and job.mode != "direct" else (False,)
+    can_join = spec.num_parts == 2 and job.mode != "direct"
     splits = SPLITS if job.mode == "direct" else (start.split_k,)
-    for columns, is_joint, (warps, stages), split in product(
-        GATE_UP_COLUMNS, joints, GATE_UP_WARPS_STAGES, splits
+    for columns, options, (warps, stages), split in product(
+        GATE_UP_COLUMNS, _each(GATE_UP_OPTIONS), GATE_UP_WARPS_STAGES, splits
     ):
-        gate_up = GateUp(columns, warps, stages)
-        tile = replace(start.tile, gate_up=gate_up, is_joint=is_joint)
+        if options["is_joint"] and not can_join:
+            continue
+        gate_up = start.tile.gate_up._replace(columns=columns, warps=warps, stages=stages)
+        tile = replace(start.tile, gate_up=gate_up, **options)
         candidate = Candidate(tile, split)
         fits = _fits(tile.rows, spec.num_parts * columns, warps, stages, shared_bytes)
         # The last tile of columns must hold some; and K must be long enough for so many spans.
@@ -196,8 +211,11 @@ def _gate_ups(spec: MoeSpec, job: Job, start: Candidate, shared_bytes: int) -> I
 
 def _downs(spec: MoeSpec, start: Candidate, shared_bytes: int) -> Iterator[Candidate]:
     """FC2 in every way that fits, with the FC1 of `start`."""
-    for rows, span, (warps, stages) in product(DOWN_ROWS, DOWN_SPANS, DOWN_WARPS_STAGES):
-        candidate = replace(start, tile=replace(start.tile, down=Down(rows, span, warps, stages)))
+    for rows, span, options, (warps, stages) in product(
+        DOWN_ROWS, DOWN_SPANS, _each(DOWN_OPTIONS), DOWN_WARPS_STAGES
+    ):
+        down = start.tile.down._replace(rows=rows, span=span, warps=warps, stages=stages)
+        candidate = replace(start, tile=replace(start.tile, down=down, **options))
         fits = _fits(start.tile.rows, rows, warps, stages, shared_bytes)
         is_narrow = rows * span < spec.hidden_size + 64
         if fits and is_narrow and candidate != start:
