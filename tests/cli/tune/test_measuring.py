@@ -18,8 +18,15 @@ from torch import Tensor
 
 from firesteel.cli.bench.moe_inputs import random_weights
 from firesteel.cli.bench.moe_torch import layer_in_float64
-from firesteel.cli.tune import measuring
-from firesteel.cli.tune.candidates import Candidate, groups_of, incumbent_of, jobs_of
+from firesteel.cli.tune import measuring, run
+from firesteel.cli.tune.candidates import (
+    Candidate,
+    Group,
+    Job,
+    groups_of,
+    incumbent_of,
+    jobs_of,
+)
 from firesteel.cli.tune.measuring import Compiler, LayerBench, OneCount
 from firesteel.cli.tune.search import search
 from firesteel.errors import DriverError, UnsupportedError
@@ -202,10 +209,12 @@ def test_what_spills_more_than_the_incumbent_is_dropped(rig: Rig) -> None:
 
 
 def test_a_search_on_it_keeps_the_incumbent_where_all_are_alike(rig: Rig) -> None:
-    found = search(rig.job, rig.incumbent, rig.groups[:1], rig.bench)
+    first = rig.groups[0]
+    group = Group(first.start, first.gate_up[:4], first.down[:4])
+    found = search(rig.job, rig.incumbent, [group], rig.bench)
     assert found.chosen == rig.incumbent
     # Both products' best are the start, so that there is no pair of them left to time.
-    assert found.timed == len(rig.groups[0].all)
+    assert found.timed == 9
     assert any("compiling for" in text for text in rig.said)
 
 
@@ -217,6 +226,39 @@ def test_a_row_past_those_of_the_oracle_is_compared_with_the_incumbents(rig: Rig
     rig.writes = lambda number, out: out[-1].mul_(1.1)
     assert rig.bench.time(other, is_final=False) is None
     assert "off the incumbent's at 9 tokens" in rig.dropped[0]
+
+
+@pytest.mark.parametrize("rig", [1], indirect=True)
+@pytest.mark.parametrize("seconds", [60, -1])
+def test_every_job_is_done_or_skipped_and_noted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    monkeypatch.setattr(run, "device_target", lambda device: "sm_90")
+
+    def few(spec: MoeSpec, job: Job, shared_bytes: int) -> list[Group]:
+        group = groups_of(spec, job, shared_bytes)[0]
+        return [Group(group.start, group.gate_up[:2], group.down[:1])]
+
+    notes: list[str] = []
+    sizes = (40, 1, 9)
+    found = run.tune_layer(
+        SPEC,
+        sizes,
+        CPU,
+        shared_bytes=SHARED,
+        end=time.monotonic() + seconds,
+        say=rig.said.append,
+        note=notes.append,
+        groups=few,
+    )
+    assert [each.job for each in found] == list(jobs_of(SPEC, sizes))
+    for each, note in zip(found, notes, strict=True):
+        assert each.chosen == each.incumbent
+        assert each.skipped == (0 if seconds > 0 else 3)
+        # The candidates, and perhaps what an earlier job took.
+        assert each.timed in ((4, 5) if seconds > 0 else (1,))
+        assert ("skipped for time" in note) == (seconds < 0)
+        assert note.startswith(f"{each.job}: 100.0 us, then 100.0 us, as before; ")
 
 
 @pytest.mark.parametrize("count", [1, 40])
