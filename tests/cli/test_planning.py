@@ -3,14 +3,15 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from firesteel.cli.keys import distinctions, spans
 from firesteel.launch import LaunchKey, plan
-from firesteel.moe.plan import BATCH_INVARIANT, TILES
 from firesteel.moe.spec import GEOMETRIES, geometry
+from firesteel.moe.tuning_file import default_table, write_table
 from tests.checkpoints import STORAGES, edit_config, write
 from tests.cli.command import (
     CHECKPOINTS,
@@ -22,6 +23,7 @@ from tests.cli.command import (
     run_apart,
 )
 
+TILES = geometry("glm-5.2", tensor_parallel=4).tiles
 LITTLE = ROOT / "examples" / "little_moe"
 SEED = ("--model", "glm-5.2", "--tp", 4, "--recipe", "int4-g128")
 
@@ -88,10 +90,10 @@ def tiles_of(found: dict) -> set[int]:
 def test_batch_invariant_is_another_spec():
     # So many tokens reach every tile of a plan whose rows may differ.
     usual = invoke_json("plan", *SEED, "--max-tokens", 1280)
-    assert tiles_of(usual) == {tile.rows for _, tile in TILES}
+    assert tiles_of(usual) == {tile.rows for _, tile in TILES.sorted}
     found = invoke_json("plan", *SEED, "--max-tokens", 1280, "--batch-invariant")
     assert found["spec"]["batch_invariant"] is True
-    assert tiles_of(found) == {BATCH_INVARIANT.rows}
+    assert tiles_of(found) == {TILES.batch_invariant.rows}
     (gate_up,) = (key for key in found["keys"] if key["kernel"].endswith("gate_up_kernel"))
     assert gate_up["tokens"] == [[1, 1280]]
 
@@ -231,7 +233,7 @@ def test_no_two_keys_of_a_plan_read_alike(model: str):
     shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
     assert len(set(shown)) == len(made.keys)
     tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
-    assert tiles == {tile.rows for _, tile in TILES}
+    assert tiles == {tile.rows for _, tile in TILES.sorted}
 
 
 def test_keys_of_a_large_plan_are_told_apart_by_how_they_cut_the_layer():
@@ -279,3 +281,21 @@ def test_a_tensor_that_is_absent_tells_keys_apart():
 def test_many_ranges_are_cut():
     assert spans([(1, 4), (6, 6)]) == "1-4, 6"
     assert spans([(i, i) for i in range(6)]) == "0, 1, 2, 3, and 2 more"
+
+
+def test_a_table_of_the_users_is_another_plan(tmp_path):
+    made = replace(default_table(), name="mine")
+    tiles = made.tiles(made.shapes[0])
+    tiles = replace(tiles, split_k=2)
+    write_table(tmp_path / "mine.json", replace(made, rows=tiles.rows(made.shapes[0])))
+    usual, named, mine = (
+        invoke_json("plan", *SEED, "--max-tokens", 4, *more)
+        for more in ((), ("--table", "h200"), ("--table", tmp_path / "mine.json"))
+    )
+    assert usual == named
+    assert usual["spec"]["table"]["name"] == "h200"
+    assert mine["spec"]["table"]["name"] == "mine"
+    assert mine["digest"] != usual["digest"]
+    assert {key["constexprs"].get("SPLIT_K") for key in mine["keys"]} == {None, 2}
+    assert_error(invoke("plan", *SEED, "--table", "h100"), "table: got 'h100', must be a file, or")
+    assert_error(invoke("plan", *SEED, "--table", INT4 / "config.json"), "config.json: table: got")

@@ -22,8 +22,10 @@ from firesteel.launch import Kernel, LaunchKey, Plan, plan
 from firesteel.launch.binary import Binary, compile_all, triton_source
 from firesteel.launch.key import Constexpr
 from firesteel.moe.activation import Activation
-from firesteel.moe.plan import KERNELS, TILES
+from firesteel.moe.plan import KERNELS
 from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
+from firesteel.moe.tuning import TileTable
+from firesteel.moe.tuning_file import shipped_tables
 from tests.moe.sass import weigh
 
 pytestmark = pytest.mark.compile
@@ -40,8 +42,9 @@ LIMITED = ("registers", "spilled_bytes", "shared_bytes", "instructions_a_weight"
 def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
     """What is compiled, by its name in the budget.
 
-    Every row of three tables that differ in all that changes code, and of the other named
-    geometries the products of the largest tile, which take the most registers.
+    Every row of every table that ships, for the shape that it was measured for; every key of three
+    plans that differ in all that changes code; and of the other named geometries the products of
+    the largest tile, which take the most registers.
     """
     stored = Int4Weights(group_size=32, has_zero_points=True)
     spec = MoeSpec(
@@ -59,13 +62,63 @@ def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
         "int4-g32-asym-fp16": _plan(spec, "i32"),
     }
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
+    for table in shipped_tables().values():
+        plans |= _plans_of(table)
+    known: set[LaunchKey] = set()
     for name in dict.fromkeys((*plans, *GEOMETRIES)):
         made = plans.get(name) or _plan(geometry(name), "i64")
+        assert isinstance(made.spec, MoeSpec)
+        largest = max(tile.rows for _, tile in made.spec.tiles.sorted)
         for number, key in enumerate(made.keys):
-            is_largest = dict(key.constexprs).get("BLOCK_M") == TILES[-1][1].rows
-            if name in plans or is_largest:
+            is_largest = dict(key.constexprs).get("BLOCK_M") == largest
+            if key not in known and (name in plans or is_largest):
                 found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
+                known.add(key)
     return found
+
+
+def _plans_of(table: TileTable) -> dict[str, Plan]:
+    """Of each shape of a table, a plan that reaches every sorted row and the direct one, and one
+    that is batch invariant."""
+    found: dict[str, Plan] = {}
+    for shape in table.shapes:
+        size, _, asym = shape.recipe.removeprefix("int4-g").partition("-")
+        stored = Int4Weights(group_size=int(size), has_zero_points=bool(asym))
+        spec = MoeSpec(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_experts=256,
+            top_k=8,
+            w13=stored,
+            w2=stored,
+            table=table,
+        )
+        title = f"{table.name} K={shape.hidden_size} N={shape.intermediate_size} {shape.recipe}"
+        found[title] = _plan(spec, "i64")
+        found[f"{title} batch_invariant"] = _plan(replace(spec, batch_invariant=True), "i64")
+    return found
+
+
+def test_every_row_of_every_table_is_compiled() -> None:
+    keys = [key for _, key in _shipped().values()]
+    for table in shipped_tables().values():
+        for row in table.rows:
+            (k, n, recipe), tile = row.shape, row.tile
+            fitting = [
+                key
+                for key in keys
+                if (constants := dict(key.constexprs)).get("BLOCK_M") == tile.rows
+                and (constants["K"], constants["N"]) == (k, n)
+                and f"int4-g{constants['GROUP_SIZE']}" == recipe.removesuffix("-asym")
+                and (constants["E"] is not None) == (row.mode == "direct")
+            ]
+            cuts = {
+                (key.name, dict(key.constexprs)["BLOCK_N"], key.num_warps, key.num_stages)
+                for key in fitting
+            }
+            gate_up, down = tile.gate_up, tile.down
+            assert ("gate_up_kernel", *gate_up) in cuts, row
+            assert ("down_kernel", down.rows, down.warps, down.stages) in cuts, row
 
 
 def _plan(spec: MoeSpec, ids: str) -> Plan:
@@ -207,7 +260,8 @@ def test_what_is_compiled_covers_what_changes_code() -> None:
         found = [key for key in products if key.name == name]
         constants = [dict(key.constexprs) for key in found]
         arguments = [dict(key.arguments) for key in found]
-        assert {each["BLOCK_M"] for each in constants} == {tile.rows for _, tile in TILES}
+        tiles = geometry("glm-5.2", tensor_parallel=4).tiles
+        assert {each["BLOCK_M"] for each in constants} >= {tile.rows for _, tile in tiles.sorted}
         assert {each["GROUP_SIZE"] for each in constants} >= {32, 64, 128}
         for pointer in ("zero_points_ptr", "bias_ptr", "route_ids_ptr"):
             assert {pointer in each for each in arguments} == {True, False}

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
+from firesteel.launch import Plan
 from firesteel.launch.binary import supports_dependent_launch
 from firesteel.launch.building import build_plans, checked_targets
 from firesteel.launch.store import Cache, check_out
+from firesteel.moe.tuning_file import nearest_table
 from firesteel.settings import Settings
 
 __all__ = ["BuildRequest", "run"]
@@ -43,15 +45,13 @@ def run(request: BuildRequest, *, as_json: bool) -> None:
     targets = checked_targets(target.strip() for target in request.targets.split(","))
     check_out(request.out)
     settings = Settings.from_env()
-    specs = make_specs(request.choice)
-    plans = {
+    plans: dict[str, tuple[Plan, ...]] = {}
+    for target in targets:
+        # What a GPU of the target takes by itself, its name not being known here.
+        specs = make_specs(request.choice, nearest_table(None, target))
         # A key says whether launches may overlap, which GPUs before sm_90 cannot.
-        target: make_plans(
-            request.choice,
-            tuple(replace(spec, pdl=supports_dependent_launch(target)) for spec in specs),
-        )
-        for target in targets
-    }
+        specs = tuple(replace(spec, pdl=supports_dependent_launch(target)) for spec in specs)
+        plans[target] = make_plans(request.choice, specs)
     built, num_bytes = build_plans(
         plans,
         out=request.out,

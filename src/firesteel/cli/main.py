@@ -1,4 +1,4 @@
-"""`firesteel inspect | generate | plan | build | audit | env | bench`: parses the command line.
+"""`firesteel inspect | generate | plan | build | audit | tune | env | bench`: parses commands.
 
 The modules that do the work import torch, and some transformers; each command imports its own, so
 that `--help` is quick and `inspect` needs no host.
@@ -24,6 +24,7 @@ from firesteel.cli.options import (
     MaxTokensOption,
     ModelOption,
     RecipeOption,
+    TableOption,
     TpOption,
 )
 
@@ -131,6 +132,7 @@ def plan(
     max_tokens: MaxTokensOption = None,
     ids: IdsOption = _IDS,
     batch_invariant: BatchInvariantOption = False,
+    table: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print every kernel that a MoE layer can launch, from 0 tokens to the most. Needs no GPU."""
@@ -144,6 +146,7 @@ def plan(
         max_tokens=max_tokens,
         ids=ids,
         batch_invariant=batch_invariant,
+        table=table,
     )
     run(choice, as_json=as_json)
 
@@ -160,6 +163,7 @@ def build(
     max_tokens: MaxTokensOption = None,
     ids: IdsOption = _IDS,
     batch_invariant: BatchInvariantOption = False,
+    table: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compile every kernel of a plan into a bundle, from which a GPU machine loads. Needs no GPU.
@@ -178,6 +182,7 @@ def build(
         max_tokens=max_tokens,
         ids=ids,
         batch_invariant=batch_invariant,
+        table=table,
     )
     run(BuildRequest(choice=choice, targets=target, out=out), as_json=as_json)
 
@@ -215,6 +220,7 @@ def audit(
     max_tokens: MaxTokensOption = None,
     ids: IdsOption = _IDS,
     batch_invariant: BatchInvariantOption = False,
+    table: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Replay token counts through a plan: which keys they reach, and which were not prewarmed.
@@ -232,9 +238,60 @@ def audit(
         max_tokens=max_tokens,
         ids=ids,
         batch_invariant=batch_invariant,
+        table=table,
     )
     request = AuditRequest(
         choice=choice, traffic=tuple(traffic), plan_file=plan_file, prewarmed=prewarmed
     )
     if not run(request, as_json=as_json):
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE.json", help="The table to write.")],
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="Keep the file's rows of other shapes and recipes."),
+    ] = False,
+    shape: Annotated[
+        str, typer.Option("--shape", "--model", help="A model, and -tpN for one of N ranks.")
+    ] = "glm-5.2-tp4",
+    recipe: Annotated[str, typer.Option(help="How experts are stored.")] = "int4-g128",
+    m: Annotated[
+        str, typer.Option("--m", help="Token counts, with commas between.")
+    ] = "1,8,32,64,256,1024,3072,8192",
+    minutes: Annotated[float, typer.Option(help="After which nothing more is timed.")] = 4.0,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option("--batch-invariant", help="The tile of batch invariant layers, no other."),
+    ] = False,
+    portable: Annotated[
+        bool, typer.Option(help="Only tiles of at most 99 KiB of shared memory, as any GPU has.")
+    ] = True,
+    table: TableOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time tiles of a MoE layer on a GPU, and write the table from which plans choose them.
+
+    Starts from --table and replaces a tile only by one that is faster by more than the noise. What
+    is not tuned stays as it was. docs/tuning.md has the rules.
+    """
+    from firesteel.cli.bench.moe import sizes_of
+    from firesteel.cli.tune.run import TuneRequest, run
+
+    request = TuneRequest(
+        out=out,
+        merge=merge,
+        shape=shape,
+        recipe=recipe,
+        sizes=sizes_of(m),
+        minutes=minutes,
+        batch_invariant=batch_invariant,
+        portable=portable,
+        device=device,
+        table=table,
+    )
+    run(request, as_json=as_json)

@@ -18,6 +18,7 @@ __all__ = [
     "ModelOption",
     "OutOption",
     "RecipeOption",
+    "TableOption",
     "TpOption",
 ]
 
@@ -63,4 +64,13 @@ IdsOption = Annotated[
 BatchInvariantOption = Annotated[
     bool,
     typer.Option("--batch-invariant", help="A row has the same bits at every token count."),
+]
+TableOption = Annotated[
+    str | None,
+    typer.Option(
+        "--table",
+        metavar="FILE",
+        help="Tiles by measurement: a file of `firesteel tune`, or the name of a table that ships. "
+        "By default the one nearest to the GPU, and h200 where none is involved.",
+    ),
 ]

@@ -5,6 +5,7 @@ Nothing here needs a GPU. A checkpoint whose layers differ gives one plan a kind
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +27,13 @@ from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import GROUP_SIZES, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
+from firesteel.moe.tuning import TileTable
+from firesteel.moe.tuning_file import default_table, find_table
 from firesteel.settings import Settings
 
-__all__ = ["PlanChoice", "make_plans", "make_specs", "run"]
+__all__ = ["PlanChoice", "make_plans", "make_specs", "run", "shape_choice"]
 
+_SHAPE = re.compile(r"(?P<model>.*?)(?:-tp(?P<tp>\d+))?", re.DOTALL)
 _IDS = {"int32": "i32", "int64": "i64"}
 _DEFAULT_RECIPE = "int4-g128"
 
@@ -47,6 +51,7 @@ class PlanChoice:
         max_tokens       largest token count; `Settings.max_tokens` by default
         ids              types of the expert ids that callers pass, with commas between
         batch_invariant  a row has the same bits at every token count
+        table            tiles by measurement: a file, or the name of a table that ships
     """
 
     model: str | None = None
@@ -56,6 +61,14 @@ class PlanChoice:
     max_tokens: int | None = None
     ids: str = "int32,int64"
     batch_invariant: bool = False
+    table: str | None = None
+
+
+def shape_choice(shape: str, recipe: str) -> PlanChoice:
+    """The choice of a model's layer by "glm-5.2-tp4", which is one of four ranks'."""
+    found = _SHAPE.fullmatch(shape)
+    assert found is not None
+    return PlanChoice(model=found["model"], tp=int(found["tp"] or 1), recipe=recipe)
 
 
 def run(choice: PlanChoice, *, as_json: bool) -> None:
@@ -93,25 +106,31 @@ def make_plans(choice: PlanChoice, specs: Sequence[MoeSpec]) -> tuple[Plan, ...]
     return tuple(plan(spec, max_tokens, flags=flags) for spec in specs)
 
 
-def make_specs(choice: PlanChoice) -> tuple[MoeSpec, ...]:
+def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[MoeSpec, ...]:
     """The layer that is meant, or each kind of layer of the checkpoint.
 
+    Args:
+        choice: what is meant.
+        table: of tiles, where the choice has none; else the default one.
+
     Raises
-        InvalidArgumentError: not exactly one of model and checkpoint, or no such model or recipe.
+        InvalidArgumentError: not exactly one of model and checkpoint, or no such model, recipe or
+            table.
         CheckpointError: the checkpoint cannot be read.
         UnsupportedError: no kernel exists for it.
     """
     if (choice.model is None) == (choice.checkpoint is None):
         given = "neither" if choice.model is None else "both"
         raise InvalidArgumentError(f"--model, --checkpoint: got {given}, must be exactly one")
+    if choice.table is not None:
+        table = find_table(choice.table)
     if choice.model is not None:
         specs = (_named(choice.model, choice),)
     else:
         assert choice.checkpoint is not None
         specs = tuple(spec.shard(choice.tp) for spec in _stored(choice.checkpoint, choice.recipe))
-    if choice.batch_invariant:
-        specs = tuple(replace(spec, batch_invariant=True) for spec in specs)
-    return specs
+    changes = {"batch_invariant": choice.batch_invariant, "table": table or default_table()}
+    return tuple(replace(spec, **changes) for spec in specs)
 
 
 def _named(model: str, choice: PlanChoice) -> MoeSpec:

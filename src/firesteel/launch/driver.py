@@ -33,7 +33,7 @@ RUNNER_FUNCTIONS = (
 _LIBRARY = "libcuda.so.1"
 
 # CUdevice_attribute and CUfunction_attribute.
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MAX_SHARED_BYTES = 75, 76, 97
 _LOCAL_BYTES, _NUM_REGISTERS, _MAX_DYNAMIC_SHARED_BYTES = 3, 4, 8
 # More dynamic shared memory than this has to be asked for.
 _DEFAULT_SHARED_BYTES = 48 * 1024
@@ -153,6 +153,12 @@ class Driver:
             self._read_int("cuDeviceGetAttribute", _CAPABILITY_MAJOR, ordinal),
             self._read_int("cuDeviceGetAttribute", _CAPABILITY_MINOR, ordinal),
         )
+
+    def max_shared_bytes(self, device: int) -> int:
+        """The most shared memory that a program may ask for: 227 KiB on an H200."""
+        with self._lock:
+            ordinal = self._device(device)
+        return self._read_int("cuDeviceGetAttribute", _MAX_SHARED_BYTES, ordinal)
 
     def load(self, context: int, image: bytes, name: str, *, shared_bytes: int) -> LoadedFunction:
         """Loads function `name` of a cubin, whole, so that no launch of it loads anything.

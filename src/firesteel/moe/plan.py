@@ -4,13 +4,15 @@ R = M * top_k routes take one of two ways:
 
     direct  up to E / 8 routes (at least one token's): nothing is sorted, each route is a tile
             gate_up, activate (where K is long enough to split), down, combine
-    packed  routes are sorted by expert and cut into tiles of 8 to 64 rows
+    packed  routes are sorted by expert and cut into tiles of 8 to 128 rows
             place (with count before it, past 4096 routes), gate_up, down, combine
+
+How large tiles are, and how FC1 and FC2 cut them, the spec's table says (`firesteel.moe.tuning`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -26,8 +28,9 @@ from firesteel.moe.route import count_kernel, place_kernel
 
 if TYPE_CHECKING:
     from firesteel.moe.spec import Int4Weights, MoeSpec
+    from firesteel.moe.tuning import Tile
 
-__all__ = ["KERNELS", "TILES", "Tile", "num_blocks", "select", "tile_of", "workspace"]
+__all__ = ["KERNELS", "num_blocks", "select", "tile_of", "workspace"]
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
@@ -37,41 +40,6 @@ DOWN = Kernel(down_kernel)
 COMBINE = Kernel(combine_kernel)
 KERNELS = (COUNT, PLACE, GATE_UP, ACTIVATE, DOWN, COMBINE)
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How FC1 and FC2 cut a layer, for a range of routes an expert.
-
-    Fields
-        rows      routes of a tile
-        gate_up   columns of FC1 a program, its warps and stages
-        is_joint  whether FC1 multiplies gate and up rows as one operand
-        down      rows of w2 a program at a time, how many times, its warps and stages
-    """
-
-    rows: int
-    gate_up: tuple[int, int, int]
-    is_joint: bool
-    down: tuple[int, int, int, int]
-
-
-# Measured on an H200 with GLM-5.2's layer on four ranks; docs/performance.md has the figures.
-TILES = (
-    (5.0, Tile(8, (64, 4, 3), False, (128, 4, 4, 3))),
-    (18.0, Tile(16, (64, 4, 3), False, (64, 4, 2, 3))),
-    (40.0, Tile(32, (64, 4, 3), False, (64, 4, 4, 3))),
-    (float("inf"), Tile(64, (64, 8, 3), True, (128, 8, 8, 3))),
-)
-"""Tiles by the routes an expert has on average, below the first bound that is larger."""
-
-DIRECT = Tile(8, (64, 4, 4), False, (64, 1, 4, 3))
-"""The tile of one route."""
-
-SPLIT_K = 4
-"""Spans of K that direct programs share: with few routes there are few programs."""
-
-BATCH_INVARIANT = TILES[1][1]
-"""The tile of every count, where a row must have the same bits at each."""
 
 MAX_HISTOGRAM = 4096
 """Most routes that one program counts by itself."""
@@ -89,9 +57,8 @@ BLOCK_K, BLOCK_ACTIVATE = 1024, 512
 def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
     """The tile of so many sorted routes."""
     if spec.batch_invariant:
-        return BATCH_INVARIANT
-    each = num_routes / spec.num_experts
-    return next(tile for bound, tile in TILES if each < bound)
+        return spec.tiles.batch_invariant
+    return spec.tiles.of_sorted(num_routes / spec.num_experts)
 
 
 def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:
@@ -113,17 +80,19 @@ def is_direct(spec: MoeSpec, num_routes: int) -> bool:
 
 def split_k(spec: MoeSpec) -> int:
     """Spans of K that direct programs of FC1 share; 1 where K is short."""
-    return SPLIT_K if spec.hidden_size >= 4 * SPLIT_K * 128 else 1
+    spans = spec.tiles.split_k
+    return spans if spec.hidden_size >= 4 * spans * 128 else 1
 
 
 def workspace(spec: MoeSpec, num_tokens: int) -> tuple[Region, ...]:
     """The regions of a call of so many tokens."""
     routes, e = num_tokens * spec.top_k, spec.num_experts
+    tiles = spec.tiles
     # Of the smallest tiles there are most.
-    smallest = BATCH_INVARIANT.rows if spec.batch_invariant else TILES[0][1].rows
-    blocks = num_blocks(routes, e, smallest)
+    smallest = min(tile.rows for _, tile in tiles.sorted)
+    blocks = num_blocks(routes, e, tiles.batch_invariant.rows if spec.batch_invariant else smallest)
     direct = min(routes, max(spec.top_k, e // 8)) * (split_k(spec) > 1)
-    sums = (SPLIT_K, direct, spec.num_parts * spec.intermediate_size)
+    sums = (tiles.split_k, direct, spec.num_parts * spec.intermediate_size)
     return (
         Region("counts", "i32", (e,)),
         Region("route_ids", "i32", (routes,)),
@@ -158,11 +127,12 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
             _down(spec, None, tile, routes, tiles),
             _combine(spec, ids, num_tokens),
         )
-    gate_up = _gate_up(spec, ids, DIRECT, routes, routes)
+    direct = spec.tiles.direct
+    gate_up = _gate_up(spec, ids, direct, routes, routes)
     return (
         gate_up,
         *((_activate(spec, ids, routes),) if gate_up.grid[2] > 1 else ()),
-        _down(spec, ids, DIRECT, routes, routes),
+        _down(spec, ids, direct, routes, routes),
         _combine(spec, ids, num_tokens),
     )
 

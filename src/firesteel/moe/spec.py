@@ -10,6 +10,8 @@ from typing import Any
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
 from firesteel.moe.activation import Activation
+from firesteel.moe.tuning import LayerTiles, TileTable, layer_tiles
+from firesteel.moe.tuning_file import default_table
 
 __all__ = ["GEOMETRIES", "ID_DTYPES", "Int4Weights", "MoeSpec", "check_weights", "geometry"]
 
@@ -56,6 +58,8 @@ class MoeSpec:
         weight_on_input    the router weight multiplies FC1's product, not FC2's
         batch_invariant    a row has the same bits at every token count
         pdl                launches may start before the one before has ended; needs sm_90 or later
+        table              tiles by measurement; changes speed and no more than the last bits of a
+                           result
     """
 
     hidden_size: int
@@ -70,6 +74,7 @@ class MoeSpec:
     weight_on_input: bool = False
     batch_invariant: bool = False
     pdl: bool = True
+    table: TileTable = field(default_factory=default_table)
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
@@ -103,6 +108,8 @@ class MoeSpec:
         words += [name for name in ("weight_on_input", "batch_invariant") if getattr(self, name)]
         if not self.pdl:
             words.append("no pdl")
+        if self.table != default_table():
+            words.append(f"tiles of {self.table.name}")
         return " ".join(words)
 
     @property
@@ -119,6 +126,17 @@ class MoeSpec:
     def num_parts(self) -> int:
         """Matrices that FC1 stacks: 2 (gate, up), or 1 for an activation without a gate."""
         return 2 if self.activation.is_gated else 1
+
+    @property
+    def tiles(self) -> LayerTiles:
+        """What its table has for it.
+
+        Raises
+            UnsupportedError: the table has rows of no recipe that would serve.
+        """
+        stored = self.w13
+        sizes = (self.hidden_size, self.intermediate_size)
+        return layer_tiles(self.table, *sizes, stored.group_size, stored.has_zero_points)
 
     def shard(self, tensor_parallel: int) -> MoeSpec:
         """The layer of one rank of so many, whose outputs are summed.
@@ -206,8 +224,11 @@ class MoeSpec:
         return select(self, num_tokens, flags)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field, for JSON."""
-        return asdict(self)
+        """Every field, for JSON; of the table its name and digest."""
+        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("w13", "w2", "activation"):
+            found[name] = asdict(found[name])
+        return {**found, "table": {"name": self.table.name, "digest": self.table.digest}}
 
 
 def _kind(stored: Int4Weights, dtype: str) -> str:

@@ -16,6 +16,7 @@ from firesteel.cli.options import (
     ModelOption,
     OutOption,
     RecipeOption,
+    TableOption,
     TpOption,
 )
 
@@ -103,6 +104,7 @@ def launch(
     captures: Annotated[
         int, typer.Option(help="Random token counts to capture, besides 1 to 64.")
     ] = 100,
+    table: TableOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
     out: OutOption = None,
@@ -120,6 +122,7 @@ def launch(
         tp=tp,
         recipe=recipe,
         max_tokens=8192 if max_tokens is None else max_tokens,
+        table=table,
     )
     request = LaunchRequest(choice=choice, device=device, captures=captures)
     run(request, as_json=as_json, out=out)
@@ -138,6 +141,7 @@ def moe(
     routing: Annotated[str, typer.Option(help="uniform or zipf.")] = "uniform",
     batch_invariant: BatchInvariantOption = False,
     baseline: Annotated[bool, typer.Option(help="Also time torch's bf16 products.")] = True,
+    table: TableOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
     out: OutOption = None,
@@ -152,6 +156,7 @@ def moe(
         routing=routing,
         batch_invariant=batch_invariant,
         baseline=baseline,
+        table=table,
         device=device,
     )
     run(request, as_json=as_json, out=out)

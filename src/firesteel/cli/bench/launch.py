@@ -31,6 +31,7 @@ from firesteel.launch.driver import Driver
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import ROW_UNIT, MoeSpec
+from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
 __all__ = ["LaunchRequest", "run"]
@@ -62,7 +63,7 @@ def run(request: LaunchRequest, *, as_json: bool, out: Path | None) -> None:
         FiresteelError: a check failed that makes the numbers worthless.
     """
     device = default_device() if request.device is None else checked_device(request.device)
-    spec = make_specs(request.choice)[0]
+    spec = make_specs(request.choice, table_of_device(device))[0]
     with writer(out, as_json=as_json) as write, progress() as say:
         record: dict[str, Any] = {
             "bench": "launch",
@@ -75,6 +76,7 @@ def run(request: LaunchRequest, *, as_json: bool, out: Path | None) -> None:
         (made,) = make_plans(request.choice, (spec,))
         record["plan"] = {
             "title": spec.title,
+            "table": spec.table.name,
             "max_tokens": made.max_tokens,
             "keys": len(made.keys),
             "seconds": time.perf_counter() - start,

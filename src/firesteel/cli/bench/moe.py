@@ -6,10 +6,9 @@ from the cache; the error is against float64 on the same numbers.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firesteel.cli.bench.moe_inputs import Call, random_call, random_weights
-from firesteel.cli.bench.moe_torch import TorchLayer, dense_weights, layer_in_float64
+from firesteel.cli.bench.moe_inputs import random_call, random_weights, routings_of
+from firesteel.cli.bench.moe_torch import (
+    TorchLayer,
+    dense_weights,
+    first_tokens_in_float64,
+    relative_error,
+)
 from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
-from firesteel.cli.planning import PlanChoice, make_specs
+from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, default_device
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.tuning_file import table_of_device
 
 __all__ = ["MoeRequest", "floor_us", "run", "sizes_of"]
 
-_SHAPE = re.compile(r"(?P<model>.+?)(?:-tp(?P<tp>\d+))?")
 # What an H200 reaches: bytes a second of a copy, and bf16 operations a second of a product.
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 MAX_ERROR = 0.02
-_CHECKED_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class MoeRequest:
         sizes     token counts
         routing   "uniform", or "zipf": expert i is chosen as often as 1 / (i + 1)
         baseline  also time bf16 grouped products of torch
+        table     tiles by measurement; of None the table nearest to the device
     """
 
     shape: str = "glm-5.2-tp4"
@@ -57,6 +61,7 @@ class MoeRequest:
     device: str | None = None
     batch_invariant: bool = False
     baseline: bool = True
+    table: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -87,16 +92,12 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
     device = default_device() if request.device is None else checked_device(request.device)
     if device.type != "cuda":
         raise UnsupportedError(f"device: got {device}, a layer is timed on a CUDA device")
-    found = _SHAPE.fullmatch(request.shape)
-    assert found is not None
-    (spec,) = make_specs(
-        PlanChoice(
-            model=found["model"],
-            tp=int(found["tp"] or 1),
-            recipe=request.recipe,
-            batch_invariant=request.batch_invariant,
-        )
+    choice = replace(
+        shape_choice(request.shape, request.recipe),
+        batch_invariant=request.batch_invariant,
+        table=request.table,
     )
+    (spec,) = make_specs(choice, table_of_device(device))
     rows: list[dict[str, Any]] = []
     with writer(out, as_json=as_json) as write, progress() as say:
         say("prewarming")
@@ -110,6 +111,7 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
                 "bench": "moe",
                 "shape": request.shape,
                 "recipe": request.recipe,
+                "table": spec.table.name,
                 "batch_invariant": request.batch_invariant,
                 "routing": request.routing,
                 **_measure(request, spec, layer, weights, num_tokens, dense),
@@ -132,15 +134,14 @@ def _measure(
     dense: TorchLayer | None,
 ) -> dict[str, Any]:
     device = next(iter(weights.values())).device
-    # Enough routings that what one of them read is out of the cache when it comes again.
-    count = 16 if num_tokens <= 8 else 8 if num_tokens <= 256 else 4
     calls = [
         random_call(spec, num_tokens, device, seed=seed, zipf=request.routing == "zipf")
-        for seed in range(count)
+        for seed in range(routings_of(num_tokens))
     ]
     times = graph_us([partial(layer.run, *call.tensors) for call in calls])
     layer.run(*calls[0].tensors)
-    error = _error(spec, weights, calls[0], calls[0].out)
+    expected = first_tokens_in_float64(spec, weights, calls[0])
+    few = slice(0, expected.shape[0])
     hit = statistics.mean(len(call.topk_ids.unique()) for call in calls)
     floor = floor_us(spec, num_tokens, hit)
     us = statistics.median(times)
@@ -155,11 +156,11 @@ def _measure(
         "experts_hit": hit,
         "launches": len(layer.bounds[torch.int32].resolve(num_tokens)),
         "host_us": host_ns(partial(layer.run, *calls[0].tensors), device) / 1000,
-        "rel_err": error,
+        "rel_err": relative_error(calls[0].out[few], expected),
     }
     if dense is not None:
         row["torch_bf16_us"] = statistics.median(graph_us([partial(dense, call) for call in calls]))
-        row["torch_bf16_rel_err"] = _error(spec, weights, calls[0], dense(calls[0]))
+        row["torch_bf16_rel_err"] = relative_error(dense(calls[0])[few], expected)
     return row
 
 
@@ -179,15 +180,6 @@ def floor_us(spec: MoeSpec, num_tokens: int, experts_hit: float) -> float:
 def _operations(spec: MoeSpec, num_tokens: int) -> float:
     sizes = spec.hidden_size * spec.intermediate_size
     return 2.0 * num_tokens * spec.top_k * sizes * (spec.num_parts + 1)
-
-
-def _error(spec: MoeSpec, weights: dict[str, Tensor], call: Call, out: Tensor) -> float:
-    """Norm of the difference from float64 over float64's, of the first few tokens."""
-    few = slice(0, min(_CHECKED_TOKENS, call.x.shape[0]))
-    expected = layer_in_float64(
-        spec, weights, call.x[few], call.topk_ids[few], call.topk_weights[few]
-    )
-    return float((out[few].double() - expected).norm() / expected.norm())
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:

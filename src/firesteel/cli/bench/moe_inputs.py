@@ -10,7 +10,7 @@ from torch import Tensor
 from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import MoeSpec
 
-__all__ = ["Call", "random_call", "random_weights"]
+__all__ = ["Call", "random_call", "random_weights", "routings_of"]
 
 _IDS = {"i32": torch.int32, "i64": torch.int64}
 
@@ -56,6 +56,11 @@ def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[s
             tensor = ((spread + 0.5) * 0.005).to(dtype)
         found[operand.name] = tensor
     return found
+
+
+def routings_of(num_tokens: int) -> int:
+    """Calls to rotate, so many that what one reads is out of the cache when it comes again."""
+    return 16 if num_tokens <= 8 else 8 if num_tokens <= 256 else 4
 
 
 def random_call(

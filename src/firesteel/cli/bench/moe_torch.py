@@ -11,7 +11,15 @@ from firesteel.cli.bench.moe_inputs import Call
 from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import MoeSpec
 
-__all__ = ["TorchLayer", "dense_weights", "layer_in_float64"]
+__all__ = [
+    "TorchLayer",
+    "dense_weights",
+    "first_tokens_in_float64",
+    "layer_in_float64",
+    "relative_error",
+]
+
+_CHECKED_TOKENS = 4
 
 
 def _expand(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
@@ -51,6 +59,17 @@ def layer_in_float64(
                 y = y + weights["w2.bias"][expert].double()
             out[token] += topk_weights[token, slot].double() * y
     return out
+
+
+def first_tokens_in_float64(spec: MoeSpec, weights: dict[str, Tensor], call: Call) -> Tensor:
+    """What a call must give for its first few tokens."""
+    x, ids, topk_weights, _ = call.rows(_CHECKED_TOKENS)
+    return layer_in_float64(spec, weights, x, ids, topk_weights)
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over that of what is expected."""
+    return float((out.double() - expected).norm() / expected.norm())
 
 
 class TorchLayer:

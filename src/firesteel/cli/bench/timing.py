@@ -40,7 +40,7 @@ def host_ns(function: Callable[[], object], device: torch.device, calls: int = 6
     return statistics.median(found)
 
 
-def graph_us(functions: Sequence[Callable[[], object]]) -> list[float]:
+def graph_us(functions: Sequence[Callable[[], object]], *, replays: int = _REPLAYS) -> list[float]:
     """Microseconds a function, of each replay of a graph that calls each once."""
     for function in functions:
         function()
@@ -50,7 +50,7 @@ def graph_us(functions: Sequence[Callable[[], object]]) -> list[float]:
         for function in functions:
             function()
     found: list[float] = []
-    for _ in range(_UNCOUNTED + _REPLAYS):
+    for _ in range(_UNCOUNTED + replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

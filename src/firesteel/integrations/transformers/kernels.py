@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from firesteel.launch.binary import supports_dependent_launch
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import moe_spec_of
+from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
 __all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
@@ -57,6 +58,7 @@ class KernelReport:
             "plans": [
                 {
                     "title": ready.plan.spec.title,
+                    "table": ready.plan.spec.as_dict()["table"]["name"],
                     "max_tokens": ready.plan.max_tokens,
                     "target": ready.target,
                     "launcher": ready.launcher,
@@ -201,7 +203,7 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     for stack in stacks:
         if not isinstance(stack, PackedWeights):
             raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
-    return moe_spec_of(
+    spec = moe_spec_of(
         module.gate_up.scheme,
         module.down.scheme,
         num_experts=module.num_experts,
@@ -213,3 +215,4 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
         has_bias=module.gate_up_bias is not None,
         pdl=supports_dependent_launch(device_target(device)),
     )
+    return replace(spec, table=table_of_device(device))

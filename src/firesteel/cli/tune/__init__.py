@@ -1,0 +1,1 @@
+"""`firesteel tune`: tiles by measurement."""

@@ -1,0 +1,232 @@
+"""The candidates that `firesteel tune` times: which tiles there are to choose from, in one place.
+
+FC1 and FC2 share the rows of a tile (and BOTH_OPTIONS). So for each number of rows the candidates
+of FC1 are timed beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from firesteel.moe.plan import is_direct, split_k
+from firesteel.moe.spec import MoeSpec
+from firesteel.moe.tuning import LayerTiles, Mode, Shape, Tile, TileTable, recipe_name
+
+__all__ = [
+    "BOTH_FIELDS",
+    "DOWN_FIELDS",
+    "GATE_UP_FIELDS",
+    "Candidate",
+    "Group",
+    "Job",
+    "groups_of",
+    "incumbent_of",
+    "jobs_of",
+    "join",
+    "shape_of",
+    "with_candidate",
+]
+
+# Values to time of a tile's fields, by the products that they are of; each with each.
+ROWS = (8, 16, 32, 64, 128)
+BOTH_OPTIONS: dict[str, tuple[object, ...]] = {}
+GATE_UP_OPTIONS: dict[str, tuple[object, ...]] = {"is_joint": (False, True)}
+DOWN_OPTIONS: dict[str, tuple[object, ...]] = {}
+
+GATE_UP_COLUMNS = (64, 128)
+GATE_UP_WARPS_STAGES = ((4, 3), (4, 4), (8, 3), (4, 2), (8, 4), (8, 2))
+SPLITS = (4, 2, 8, 1)
+DOWN_ROWS = (64, 128)
+DOWN_SPANS = (4, 2, 8, 1)
+DOWN_WARPS_STAGES = ((4, 3), (8, 3), (2, 3), (4, 4), (4, 2))
+
+BOTH_FIELDS = ("rows", *BOTH_OPTIONS)
+GATE_UP_FIELDS = ("gate_up", *GATE_UP_OPTIONS)
+DOWN_FIELDS = ("down", *DOWN_OPTIONS)
+
+MAX_ACCUMULATORS = 128
+"""Sums that a thread may hold: of its 255 registers as many again go to operands and addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What is timed: a tile, and of direct routes the spans of K."""
+
+    tile: Tile
+    split_k: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Calls that will take one tile, and so are chosen for together.
+
+    Fields
+        mode    of the rows that the job gives
+        counts  token counts to time; of several the geometric mean decides
+    """
+
+    mode: Mode
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.mode.replace('_', ' ')} {', '.join(map(str, self.counts))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`start`, and candidates that differ from it in one product."""
+
+    start: Candidate
+    gate_up: tuple[Candidate, ...]
+    down: tuple[Candidate, ...]
+
+    @property
+    def all(self) -> tuple[Candidate, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys((self.start, *self.gate_up, *self.down)))
+
+
+def jobs_of(spec: MoeSpec, counts: tuple[int, ...]) -> tuple[Job, ...]:
+    """Direct counts together, each other count by itself; of a batch invariant layer all."""
+    counts = tuple(sorted(set(counts)))
+    if spec.batch_invariant:
+        return (Job("batch_invariant", counts),)
+    direct = tuple(count for count in counts if is_direct(spec, count * spec.top_k))
+    single = tuple(Job("sorted", (count,)) for count in counts if count not in direct)
+    return (*((Job("direct", direct),) if direct else ()), *single)
+
+
+def shape_of(spec: MoeSpec) -> Shape:
+    """What a table's rows for a layer say that they were measured for."""
+    recipe = recipe_name(spec.w13.group_size, spec.w13.has_zero_points)
+    return Shape(spec.hidden_size, spec.intermediate_size, recipe)
+
+
+def incumbent_of(spec: MoeSpec, job: Job) -> Candidate:
+    """What the calls of a job take now."""
+    tiles = spec.tiles
+    if job.mode == "direct":
+        return Candidate(tiles.direct, split_k(spec))
+    if job.mode == "batch_invariant":
+        return Candidate(tiles.batch_invariant)
+    return Candidate(tiles.of_sorted(job.counts[0] * spec.top_k / spec.num_experts))
+
+
+def with_candidate(spec: MoeSpec, candidate: Candidate) -> MoeSpec:
+    """The layer with a table of the candidate alone."""
+    tile = candidate.tile
+    tiles = LayerTiles(((float("inf"), tile),), tile, candidate.split_k, tile)
+    base = spec.table
+    table = TileTable(
+        name="candidate",
+        device=base.device,
+        compute_capability=base.compute_capability,
+        date=base.date,
+        torch=base.torch,
+        triton=base.triton,
+        rows=tiles.rows(shape_of(spec)),
+    )
+    return replace(spec, table=table)
+
+
+def join(gate_up: Candidate, down: Candidate) -> Candidate:
+    """FC1 of one candidate and FC2 of another."""
+    changes = {name: getattr(down.tile, name) for name in DOWN_FIELDS}
+    return replace(gate_up, tile=replace(gate_up.tile, **changes))
+
+
+def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
+    """All candidates of a job, in groups of what both products share; the incumbent's first.
+
+    Args:
+        spec: the layer, with the table to start from.
+        job: of `jobs_of`.
+        shared_bytes: shared memory that a program may have.
+    """
+    incumbent = incumbent_of(spec, job)
+    starts = [incumbent]
+    for rows, both in product(_rows_of(spec, job, incumbent), _each(BOTH_OPTIONS)):
+        start = _start(spec, incumbent, rows)
+        starts.append(replace(start, tile=replace(start.tile, **both)))
+    return tuple(
+        Group(
+            start,
+            tuple(_gate_ups(spec, job, start, shared_bytes)),
+            tuple(_downs(spec, start, shared_bytes)),
+        )
+        for start in dict.fromkeys(starts)
+    )
+
+
+def _each(options: Mapping[str, Sequence[object]]) -> list[dict[str, Any]]:
+    """Every combination of values, by field."""
+    return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
+
+
+def _rows_of(spec: MoeSpec, job: Job, incumbent: Candidate) -> tuple[int, ...]:
+    """Rows of tiles worth timing: about as many as an expert has routes, and the incumbent's."""
+    own = incumbent.tile.rows
+    if job.mode == "direct":
+        # A tile has one route, and no product is of fewer columns than 8.
+        return (own,)
+    middle = own
+    if job.mode == "sorted":
+        each = job.counts[0] * spec.top_k / spec.num_experts
+        middle = next((rows for rows in ROWS if rows >= each), ROWS[-1])
+    near = [rows for rows in ROWS if middle // 2 <= rows <= 2 * middle]
+    return tuple(dict.fromkeys((own, *near)))
+
+
+def _start(spec: MoeSpec, incumbent: Candidate, rows: int) -> Candidate:
+    """The incumbent, or for other rows what the table has for them elsewhere."""
+    if incumbent.tile.rows == rows:
+        return incumbent
+    known = [tile for _, tile in spec.tiles.sorted if tile.rows == rows]
+    return replace(incumbent, tile=known[0] if known else replace(incumbent.tile, rows=rows))
+
+
+def _gate_ups(spec: MoeSpec, job: Job, start: Candidate, shared_bytes: int) -> Iterator[Candidate]:
+    """FC1 in every way that fits, with the FC2 of `start`."""
+    # What is not gated has one part, and one route has too few columns to join parts for.
+    can_join = spec.num_parts == 2 and job.mode != "direct"
+    splits = SPLITS if job.mode == "direct" else (start.split_k,)
+    for columns, options, (warps, stages), split in product(
+        GATE_UP_COLUMNS, _each(GATE_UP_OPTIONS), GATE_UP_WARPS_STAGES, splits
+    ):
+        if options["is_joint"] and not can_join:
+            continue
+        gate_up = start.tile.gate_up._replace(columns=columns, warps=warps, stages=stages)
+        tile = replace(start.tile, gate_up=gate_up, **options)
+        candidate = Candidate(tile, split)
+        fits = _fits(tile.rows, spec.num_parts * columns, warps, stages, shared_bytes)
+        # The last tile of columns must hold some; and K must be long enough for so many spans.
+        is_narrow = columns < spec.intermediate_size + 64
+        is_split = job.mode != "direct" or split_k(with_candidate(spec, candidate)) == split
+        if fits and is_narrow and is_split and candidate != start:
+            yield candidate
+
+
+def _downs(spec: MoeSpec, start: Candidate, shared_bytes: int) -> Iterator[Candidate]:
+    """FC2 in every way that fits, with the FC1 of `start`."""
+    for rows, span, options, (warps, stages) in product(
+        DOWN_ROWS, DOWN_SPANS, _each(DOWN_OPTIONS), DOWN_WARPS_STAGES
+    ):
+        down = start.tile.down._replace(rows=rows, span=span, warps=warps, stages=stages)
+        candidate = replace(start, tile=replace(start.tile, down=down, **options))
+        fits = _fits(start.tile.rows, rows, warps, stages, shared_bytes)
+        is_narrow = rows * span < spec.hidden_size + 64
+        if fits and is_narrow and candidate != start:
+            yield candidate
+
+
+def _fits(routes: int, weights: int, warps: int, stages: int, shared_bytes: int) -> bool:
+    """Whether a program of so many rows of weights can have its sums and its loads ahead.
+
+    A block is 128 columns of 16 bits of the routes and half a byte a weight; of `stages` blocks one
+    is in registers. The compiler may ask for more, which is seen once it has.
+    """
+    ahead = (stages - 1) * 128 * (2 * routes + weights // 2)
+    return routes * weights <= MAX_ACCUMULATORS * 32 * warps and ahead <= shared_bytes

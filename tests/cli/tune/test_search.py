@@ -1,0 +1,220 @@
+"""The choice of `firesteel tune`, with a timer that a test makes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firesteel.cli.tune.candidates import Candidate, Group, Job, groups_of, incumbent_of, jobs_of
+from firesteel.cli.tune.search import NOISE, Found, Timing, search, tuned_tiles
+from firesteel.errors import FiresteelError
+from firesteel.moe.spec import geometry
+from firesteel.moe.tuning import Down, GateUp, Tile, TileTable
+
+GLM = geometry("glm-5.2", tensor_parallel=4)
+JOB = Job("sorted", (1024,))
+SHARED = 227 * 1024
+
+
+class FakeBench:
+    """Times by a function; out of time after so many timings."""
+
+    def __init__(
+        self,
+        us: Callable[[Candidate], float | None],
+        *,
+        most: int = 10**6,
+        spread: float = 0.0,
+    ) -> None:
+        self.us = us
+        self.most = most
+        self.spread = spread
+        self.prepared: set[Candidate] = set()
+        self.timed: list[Candidate] = []
+        self.final: list[Candidate] = []
+
+    def prepare(self, candidates: Sequence[Candidate]) -> None:
+        self.prepared.update(candidates)
+
+    def time(self, candidate: Candidate, *, is_final: bool) -> Timing | None:
+        assert candidate in self.prepared
+        (self.final if is_final else self.timed).append(candidate)
+        us = self.us(candidate)
+        return None if us is None else Timing(us, self.spread)
+
+    def is_over(self) -> bool:
+        return len(self.timed) >= self.most
+
+
+def parts(best: Tile, gain: float) -> Callable[[Candidate], float]:
+    """FC1 and FC2 each take 100 us less their share of a gain where they are as in `best`."""
+
+    def us(candidate: Candidate) -> float:
+        tile = candidate.tile
+        is_gate_up = (tile.gate_up, tile.is_joint) == (best.gate_up, best.is_joint)
+        total = 200 - 100 * gain * is_gate_up - 100 * gain * (tile.down == best.down)
+        # Other rows are slower.
+        return total * (1 if tile.rows == best.rows else 1.5)
+
+    return us
+
+
+def look(bench: FakeBench) -> Found:
+    return search(JOB, incumbent_of(GLM, JOB), groups_of(GLM, JOB, SHARED), bench)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_the_best_of_both_products_is_found(rows: int) -> None:
+    best = Tile(rows, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
+    bench = FakeBench(parts(best, 0.3))
+    found = look(bench)
+    assert found.chosen.tile == best
+    assert found.us == pytest.approx(140)
+    assert found.incumbent == incumbent_of(GLM, JOB)
+    assert (found.skipped, found.dropped) == (0, 0)
+    # Both products apart: far fewer than each with each.
+    total = {c for g in groups_of(GLM, JOB, SHARED) for c in g.all}
+    assert total <= set(bench.timed)
+    assert len(bench.timed) == len(set(bench.timed)) == found.timed <= len(total) + 3
+
+
+@pytest.mark.parametrize(("gain", "is_taken"), [(0.5 * NOISE, False), (1.5 * NOISE, True)])
+def test_a_gain_within_the_noise_changes_nothing(gain: float, is_taken: bool) -> None:
+    incumbent = incumbent_of(GLM, JOB)
+    best = replace(incumbent.tile, gate_up=GateUp(128, 4, 3), down=Down(128, 1, 4, 3))
+    found = look(FakeBench(parts(best, gain)))
+    assert found.chosen == (Candidate(best) if is_taken else incumbent)
+    assert (found.us < found.incumbent_us) == is_taken
+    # Of replays that differ by as much, it is noise.
+    assert look(FakeBench(parts(best, gain), spread=0.05)).chosen == incumbent
+
+
+def test_one_lucky_timing_is_not_enough() -> None:
+    incumbent = incumbent_of(GLM, JOB)
+    calls: dict[Candidate, int] = {}
+
+    def us(candidate: Candidate) -> float:
+        calls[candidate] = calls.get(candidate, 0) + 1
+        is_lucky = candidate != incumbent and calls[candidate] == 1
+        return 50.0 if is_lucky else 100.0
+
+    assert look(FakeBench(us)).chosen == incumbent
+
+
+def test_rounds_that_disagree_are_noise() -> None:
+    incumbent = incumbent_of(GLM, JOB)
+    times = iter([100, 90, 90, 90, 160, 90, 90, 90])
+    bench = FakeBench(lambda c: 80 if not bench.final else next(times))
+    assert look(bench).chosen == incumbent
+
+
+@pytest.mark.parametrize(("behind", "is_taken"), [(0.5, True), (1.5, False)])
+def test_a_tile_that_another_count_took_is_preferred_within_the_noise(
+    behind: float, is_taken: bool
+) -> None:
+    best = Tile(32, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
+    known = Candidate(replace(best, rows=128))
+    us = parts(best, 0.3)
+    slower = 140 * (1 + behind * NOISE)
+    bench = FakeBench(lambda c: slower if c == known else us(c))
+    groups = groups_of(GLM, JOB, SHARED)
+    found = search(JOB, incumbent_of(GLM, JOB), groups, bench, [known])
+    assert found.chosen == (known if is_taken else Candidate(best))
+    assert found.us == pytest.approx(slower if is_taken else 140)
+
+
+def test_what_is_wrong_is_not_taken() -> None:
+    best = Tile(32, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
+    is_right = parts(best, 0.3)
+    wrong = GateUp(64, 8, 3)
+
+    def us(candidate: Candidate) -> float | None:
+        return None if candidate.tile.gate_up == wrong else is_right(candidate)
+
+    found = look(FakeBench(us))
+    assert found.chosen.tile == best
+    assert found.dropped > 0
+    # Nor is the tile in use.
+    incumbent = incumbent_of(GLM, JOB)
+    with pytest.raises(FiresteelError, match="sorted 1024: the tile in use"):
+        look(FakeBench(lambda c: None if c == incumbent else 1.0))
+
+
+def test_a_group_of_which_nothing_runs_is_passed_over() -> None:
+    incumbent = incumbent_of(GLM, JOB)
+    rows = incumbent.tile.rows
+    found = look(FakeBench(lambda c: None if c.tile.rows != rows else 100.0))
+    assert found.chosen == incumbent
+    assert found.dropped > 100
+
+
+@pytest.mark.parametrize("most", [1, 2, 30, 100])
+def test_without_time_the_rest_is_skipped_and_counted(most: int) -> None:
+    bench = FakeBench(lambda _: 100.0, most=most)
+    found = look(bench)
+    assert len(bench.timed) == found.timed == most
+    total = {c for g in groups_of(GLM, JOB, SHARED) for c in g.all}
+    assert found.timed + found.skipped >= len(total)
+    assert found.chosen == incumbent_of(GLM, JOB)
+
+
+def test_of_no_candidates_the_incumbent_stays() -> None:
+    incumbent = incumbent_of(GLM, JOB)
+    found = search(JOB, incumbent, [Group(incumbent, (), ())], FakeBench(lambda _: 7.0))
+    assert (found.chosen, found.us, found.incumbent_us, found.timed) == (incumbent, 7.0, 7.0, 1)
+
+
+def found_of(job: Job, chosen: Candidate) -> Found:
+    return Found(job, chosen, incumbent_of(GLM, job), 1.0, 1.0, timed=1, skipped=0, dropped=0)
+
+
+TILE = Tile(16, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
+BASE = GLM.tiles
+BOUNDS = [bound for bound, _ in BASE.sorted]
+
+
+def test_what_stays_changes_no_tile() -> None:
+    jobs = jobs_of(GLM, (1, 8, 32, 64, 256, 1024, 3072, 8192))
+    kept = tuned_tiles(GLM, [found_of(job, incumbent_of(GLM, job)) for job in jobs])
+    assert [tile for _, tile in kept.sorted] == [tile for _, tile in BASE.sorted]
+    assert (kept.direct, kept.split_k) == (BASE.direct, BASE.split_k)
+    assert tuned_tiles(GLM, []) == BASE
+
+
+def test_a_count_speaks_for_those_up_to_the_geometric_mean() -> None:
+    low, high = (Candidate(replace(TILE, rows=rows)) for rows in (8, 64))
+    jobs = {64: low, 256: low, 1024: high, 8192: high}
+    found = tuned_tiles(GLM, [found_of(Job("sorted", (m,)), c) for m, c in jobs.items()])
+    # 512 tokens is the first count that is nearer to 1024 than to 256: 16 routes an expert.
+    assert found.sorted == ((16.0, low.tile), (float("inf"), high.tile))
+
+
+def test_ranges_beyond_what_was_measured_stay() -> None:
+    found = tuned_tiles(GLM, [found_of(Job("sorted", (256,)), Candidate(TILE))])
+    assert found.sorted == (BASE.sorted[0], (18.0, TILE), *BASE.sorted[2:])
+
+
+def test_direct_and_batch_invariant_tiles_are_set_apart() -> None:
+    direct = tuned_tiles(GLM, [found_of(Job("direct", (1, 4)), Candidate(TILE, 8))])
+    assert direct == replace(BASE, direct=TILE, split_k=8)
+    invariant = tuned_tiles(GLM, [found_of(Job("batch_invariant", (1, 64)), Candidate(TILE))])
+    assert invariant == replace(BASE, batch_invariant=TILE)
+
+
+@given(
+    counts=st.lists(st.integers(5, 20000), min_size=1, max_size=9, unique=True),
+    rows=st.lists(st.sampled_from((8, 16, 32)), min_size=9, max_size=9),
+)
+def test_any_ladder_gives_a_table(counts: list[int], rows: list[int]) -> None:
+    chosen = {m: replace(TILE, rows=r) for m, r in zip(counts, rows, strict=False)}
+    found = tuned_tiles(
+        GLM, [found_of(Job("sorted", (m,)), Candidate(tile)) for m, tile in chosen.items()]
+    )
+    # It refuses holes and overlaps.
+    table = TileTable("made", "A", "9.0", "2026-11-29", "2.11", "3.6",
+                      found.rows(GLM.table.shapes[0]))  # fmt: skip
+    spec = replace(GLM, table=table)
+    for count, tile in chosen.items():
+        assert incumbent_of(spec, Job("sorted", (count,))).tile == tile

@@ -1,0 +1,189 @@
+"""Tables of tiles as values: every layer and count has one tile, and the nearest shape's."""
+
+import dataclasses
+import math
+import pickle
+from dataclasses import replace
+from fractions import Fraction
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.launch import plan
+from firesteel.moe.plan import tile_of
+from firesteel.moe.spec import GEOMETRIES, MoeSpec, geometry
+from firesteel.moe.tuning import (
+    Down,
+    GateUp,
+    LayerTiles,
+    Row,
+    Shape,
+    Tile,
+    TileTable,
+    layer_tiles,
+    recipe_name,
+)
+from firesteel.moe.tuning_file import default_table, shipped_tables
+
+SMALL = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+TILE = Tile(8, GateUp(64, 4, 3), False, Down(64, 1, 4, 3))
+LARGE = replace(TILE, rows=64)
+ONE = LayerTiles(((math.inf, TILE),), TILE, 4, TILE)
+TWO = LayerTiles(((5.0, TILE), (math.inf, LARGE)), TILE, 1, LARGE)
+
+
+def table(*shapes: Shape, tiles: LayerTiles = ONE, name: str = "made") -> TileTable:
+    """A table that has these tiles for each shape."""
+    rows = tuple(row for shape in shapes for row in tiles.rows(shape))
+    return TileTable(name, "A GPU", "9.0", "2026-11-29", "2.11.0", "3.6.0", rows)
+
+
+@pytest.mark.parametrize("tiles", [ONE, TWO])
+def test_rows_and_tiles_are_inverse(tiles: LayerTiles) -> None:
+    shape = Shape(256, 128, "int4-g128")
+    made = table(Shape(64, 64, "int4-g32"), shape, tiles=tiles)
+    assert made.tiles(shape) == tiles
+    # Rows may stand in any order.
+    assert replace(made, rows=made.rows[::-1]).tiles(shape) == tiles
+
+
+@pytest.mark.parametrize("shipped", shipped_tables())
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_count_of_every_geometry_has_one_tile(
+    shipped: str, name: str, batch_invariant: bool
+) -> None:
+    found = shipped_tables()[shipped]
+    for tensor_parallel in (1, 2):
+        for has_zero_points in (False, True):
+            spec = replace(
+                geometry(
+                    name,
+                    tensor_parallel=tensor_parallel,
+                    group_size=32,
+                    has_zero_points=has_zero_points,
+                ),
+                table=found,
+                batch_invariant=batch_invariant,
+            )
+            recipe = recipe_name(32, has_zero_points)
+            shape = found.nearest(spec.hidden_size, spec.intermediate_size, recipe)
+            ranges = [r for r in found.rows if r.shape == shape and r.mode == "sorted"]
+            for num_tokens in (*range(1, 600), *range(600, 70000, 777), 1 << 24):
+                routes = num_tokens * spec.top_k
+                each = routes / spec.num_experts
+                (row,) = (r for r in ranges if r.first <= each < r.below)
+                expected = spec.tiles.batch_invariant if batch_invariant else row.tile
+                assert tile_of(spec, routes) == expected
+
+
+@pytest.mark.parametrize("shipped", shipped_tables().values(), ids=shipped_tables())
+def test_shipped_tables_serve_every_recipe(shipped: TileTable) -> None:
+    assert {"int4-g128"} <= {shape.recipe for shape in shipped.shapes}
+
+
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 1 << 15), st.integers(1, 1 << 15)), min_size=1, unique=True
+    ),
+    layer=st.tuples(st.integers(1, 1 << 15), st.integers(1, 1 << 15)),
+)
+def test_the_nearest_shape_is_nearest_in_logarithms(
+    sizes: list[tuple[int, int]], layer: tuple[int, int]
+) -> None:
+    made = table(*(Shape(k, n, "int4-g128") for k, n in sizes))
+    found = made.nearest(*layer, "int4-g32")
+
+    def ratio(k: int, n: int) -> Fraction:
+        pairs = ((k, layer[0]), (n, layer[1]))
+        up, down = (Fraction(a, b) for a, b in pairs)
+        return max(up, 1 / up) * max(down, 1 / down)
+
+    least = min(ratio(k, n) for k, n in sizes)
+    equal = [(k, n) for k, n in sizes if ratio(k, n) == least]
+    assert found == (*min(equal), "int4-g128")
+    assert made.nearest(*sizes[0], "int4-g128")[:2] == sizes[0]
+
+
+def test_rows_of_the_recipe_come_before_nearer_ones_of_the_default() -> None:
+    near, far = Shape(256, 128, "int4-g128"), Shape(8192, 4096, "int4-g32-asym")
+    made = table(near, far)
+    assert made.nearest(256, 128, "int4-g32-asym") == far
+    assert made.nearest(8192, 4096, "int4-g128") == near
+    assert made.nearest(8192, 4096, "int4-g32") == near
+
+
+def test_a_table_of_other_recipes_is_refused() -> None:
+    made = table(Shape(256, 128, "int4-g32"))
+    with pytest.raises(UnsupportedError, match="table made: has rows of int4-g32, must have some"):
+        plan(replace(SMALL, table=made), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({2: {"below": 4.0}}, r"rows\[3\].routes_per_expert: got \[5.0, inf\].* start at 4.0"),
+        ({3: {"first": 4.0}}, r"rows\[3\].routes_per_expert: .* must start at 5.0"),
+        ({2: {"first": 1.0}}, r"rows\[2\].routes_per_expert: .* must start at 0.0"),
+        ({2: {"below": 0.0}}, r"rows\[2\].routes_per_expert: .* and end later"),
+        ({3: {"below": 9.0}}, r"end at 9.0, the last one must end at null"),
+        ({0: {"mode": "batch_invariant"}}, r"rows\[\].mode: got 0 rows direct of K=256"),
+        ({4: {"mode": "direct"}}, r"rows\[0, 4\].mode: got 2 rows direct"),
+    ],
+)
+def test_holes_and_overlaps_are_named(changes: dict[int, dict], words: str) -> None:
+    # A shape before, so that numbers are those of the whole table.
+    other = Row(Shape(1, 1, "int4-g32"), "direct", TILE)
+    rows = [*TWO.rows(Shape(256, 128, "int4-g128"))]
+    rows.insert(1, other)
+    for number, change in changes.items():
+        rows[number] = replace(rows[number], **change)
+    rows += [replace(other, mode="batch_invariant"), replace(other, mode="sorted")]
+    with pytest.raises(InvalidArgumentError, match=words):
+        TileTable("made", "A GPU", "9.0", "2026-11-29", "2.11.0", "3.6.0", tuple(rows))
+
+
+def test_a_table_is_a_value() -> None:
+    shape = Shape(256, 128, "int4-g128")
+    made = table(shape)
+    assert made == table(shape) == pickle.loads(pickle.dumps(made))
+    assert hash(made) == hash(table(shape))
+    assert made != table(shape, name="another")
+    assert made != table(shape, tiles=TWO)
+    assert layer_tiles(made, 256, 128, 128, False) is layer_tiles(
+        table(shape), 256, 128, 128, False
+    )
+
+
+def test_another_table_is_another_plan_of_the_same_operands() -> None:
+    spec = replace(SMALL, table=table(Shape(256, 128, "int4-g128"), tiles=TWO))
+    usual, tuned = plan(SMALL, 300), plan(spec, 300)
+    assert usual.digest != tuned.digest
+    assert usual.tables.keys() == tuned.tables.keys()
+    for flags, found in usual.tables.items():
+        assert found.operands == tuned.tables[flags].operands
+    # A table of another name that says the same launches the same.
+    renamed = replace(default_table(), name="renamed")
+    assert plan(replace(SMALL, table=renamed), 300).digest == usual.digest
+    assert tuned.as_dict()["spec"]["table"] == {"name": "made", "digest": spec.table.digest}
+    assert "tiles of made" in spec.title
+    assert "tiles" not in SMALL.title
+
+
+def leaves(kind: type, where: str = "tile") -> dict[str, object]:
+    """The type of each number of a tile, with what it lists as allowed."""
+    found: dict[str, object] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        is_nested = dataclasses.is_dataclass(hint) or hasattr(hint, "_fields")
+        found |= leaves(hint, f"{where}.{name}") if is_nested else {f"{where}.{name}": hint}
+    return found
+
+
+def test_every_number_of_a_tile_says_what_is_allowed() -> None:
+    for name, hint in leaves(Tile).items():
+        if hint is not bool:
+            assert get_origin(hint) is Annotated, name
+            assert all(type(value) is int for value in get_args(hint)[1]), name
