@@ -33,6 +33,7 @@ CASES = {
     "g128-asym-fp32-scales": replace(SMALL, **_stored(128, has_zero_points=True, scale="fp32")),
     "g256": replace(SMALL, intermediate_size=256, **_stored(256)),
     "fp16": replace(SMALL, dtype="fp16"),
+    "no-wgmma": replace(SMALL, wgmma=False),
     "no-dependent-launch": replace(SMALL, pdl=False),
     "batch-invariant": replace(SMALL, batch_invariant=True),
     "ragged": replace(SMALL, hidden_size=352, intermediate_size=160, **_stored(32)),
@@ -50,7 +51,7 @@ CASES = {
     ),
     "top-10": replace(SMALL, num_experts=16, top_k=10),
 }
-SIZES = (0, 1, 2, 3, 17, 40, 200)
+SIZES = (0, 1, 2, 3, 17, 40, 200, 700)
 
 
 def _ready_layer(layer: Layer, max_tokens: int = max(SIZES)) -> MoeLayer:
@@ -84,7 +85,7 @@ def _window(tensor: Tensor, spec: MoeSpec, num_tokens: int) -> Tensor:
 
 
 def _check(layer: Layer, got: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-    """Three roundings to 16 bits: FC1's output, FC2's, and the sum.
+    """Up to five roundings to 16 bits: the weights of FC1 and of FC2, their outputs, and the sum.
 
     Each is at most half an eps of a term and of random sign, so that norms grow by less than
     2 eps, and a row's by 4 eps of its own and a quarter of the largest row's where terms cancel.

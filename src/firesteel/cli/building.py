@@ -9,7 +9,6 @@ from pathlib import Path
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
 from firesteel.launch import Plan
-from firesteel.launch.binary import supports_dependent_launch
 from firesteel.launch.building import build_plans, checked_targets
 from firesteel.launch.store import Cache, check_out
 from firesteel.moe.tuning_file import nearest_table
@@ -49,8 +48,7 @@ def run(request: BuildRequest, *, as_json: bool) -> None:
     for target in targets:
         # What a GPU of the target takes by itself, its name not being known here.
         specs = make_specs(request.choice, nearest_table(None, target))
-        # A key says whether launches may overlap, which GPUs before sm_90 cannot.
-        specs = tuple(replace(spec, pdl=supports_dependent_launch(target)) for spec in specs)
+        specs = tuple(spec.for_target(target) for spec in specs)
         plans[target] = make_plans(request.choice, specs)
     built, num_bytes = build_plans(
         plans,

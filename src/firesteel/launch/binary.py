@@ -24,7 +24,9 @@ __all__ = [
     "checked_target",
     "compile_all",
     "identity",
+    "has_gluon",
     "supports_dependent_launch",
+    "supports_wgmma",
     "triton_source",
     "triton_version",
 ]
@@ -142,6 +144,17 @@ def supports_dependent_launch(target: str) -> bool:
     return checked_target(target) >= 90 and (major, minor) >= (3, 5)
 
 
+def has_gluon() -> bool:
+    """Whether Triton has the Gluon that kernels are written in: 3.6 or later."""
+    major, minor = (int(word) for word in triton_version().split(".")[:2])
+    return (major, minor) >= (3, 6)
+
+
+def supports_wgmma(target: str) -> bool:
+    """Whether kernels for a target can use Hopper's own products: sm_90, and Gluon."""
+    return checked_target(target) == 90 and has_gluon()
+
+
 def identity(kernel: Kernel, key: LaunchKey, target: str) -> str:
     """SHA-256 of what the machine code depends on.
 
@@ -214,9 +227,14 @@ def triton_source(kernel: Kernel, key: LaunchKey) -> ASTSource:
     """What Triton is given to compile: signature, constants and the alignment of pointers."""
     from triton.compiler import ASTSource
 
+    source: Any = ASTSource
+    if getattr(kernel.function, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource
     names = [parameter.name for parameter in kernel.parameters]
     types = {name: kind.removesuffix(ALIGNED) for name, kind in key.arguments}
-    return ASTSource(
+    return source(
         kernel.function,
         {name: types.get(name, "constexpr") for name in names},
         dict(key.constexprs),

@@ -5,7 +5,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.wgmma import copy_layout, products, row_layout, start, store_rows, words_of_rows
 
@@ -56,14 +56,12 @@ def down_tile(
     shared, now, a0 = start(
         source, N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, ROUTES, STAGES, WARPS
     )
-    for span in range(SPAN):
+    for span in range(gl.minimum(SPAN, (K - column + BLOCK_N - 1) // BLOCK_N)):
         acc, rest, now, a0 = products(
             shared, source, now, a0, span * NUM_BLOCKS,
             N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, ROUTES, REST, STAGES, WARPS,
         )  # fmt: skip
-        add_and_store(
-            acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, 0, K, WARPS
-        )
+        add_and_store(acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, 0, K, WARPS)
         if REST > 0:
             add_and_store(
                 rest, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, ROUTES, K, WARPS
@@ -71,7 +69,7 @@ def down_tile(
         column += BLOCK_N
 
 
-@gluon.jit(do_not_specialize=["R"])
+@gluon.jit
 def down_wgmma_kernel(
     hidden_ptr,
     codes_ptr,
@@ -84,7 +82,6 @@ def down_wgmma_kernel(
     block_row_ptr,
     num_blocks_ptr,
     y_ptr,
-    R: gl.int64,
     K: gl.constexpr,
     N: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -107,7 +104,6 @@ def down_wgmma_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     NUM_BLOCKS: gl.constexpr = (N + 127) // 128
     PADDED: gl.constexpr = (K + 63) // 64 * 64
     NUM_GROUPS: gl.constexpr = N // GROUP_SIZE

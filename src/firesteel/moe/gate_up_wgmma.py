@@ -5,7 +5,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import activate
 from firesteel.moe.wgmma import copy_layout, products, row_layout, start, store_rows, words_of_rows
@@ -89,6 +90,8 @@ def gate_up_tile(
         shared, source, now, a0, 0,
         K, N, PARTS, GROUP_SIZE, ROWS, 1, ROUTES, REST, STAGES, WARPS,
     )  # fmt: skip
+    # What is stored next may lie where the last copies, which are empty, go.
+    async_copy.wait_group(0)
     act_and_store(
         acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, 0,
         N, PARTS, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N, WARPS,
@@ -101,7 +104,7 @@ def gate_up_tile(
 
 
 @gluon.jit(
-    do_not_specialize=["stride_x", "R"],
+    do_not_specialize=["stride_x"],
     do_not_specialize_on_alignment=["topk_weights_ptr"],
 )
 def gate_up_wgmma_kernel(
@@ -118,7 +121,6 @@ def gate_up_wgmma_kernel(
     num_blocks_ptr,
     hidden_ptr,
     stride_x: gl.int64,
-    R: gl.int64,
     K: gl.constexpr,
     N: gl.constexpr,
     TOP_K: gl.constexpr,
@@ -145,7 +147,6 @@ def gate_up_wgmma_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     PARTS: gl.constexpr = 2 if ACTIVATION != "relu2" else 1
     NUM_BLOCKS: gl.constexpr = (K + 127) // 128
     PART: gl.constexpr = (N + 63) // 64 * 64 * NUM_BLOCKS * 32

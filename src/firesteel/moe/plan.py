@@ -5,7 +5,9 @@ R = M * top_k routes take one of two ways:
     direct  up to E / 8 routes (at least one token's): nothing is sorted, each route is a tile
             gate_up, activate (where K is long enough to split), down, combine
     packed  routes are sorted by expert and cut into tiles of 8 to 128 rows
-            place (with count before it, past 4096 routes), gate_up, down, combine
+            place (past 4096 routes count and scatter), gate_up, down, combine
+
+On Hopper the products of tiles with many rows are those of `gate_up_wgmma` and `down_wgmma`.
 
 How large tiles are, and how FC1 and FC2 cut them, the spec's table says (`firesteel.moe.tuning`).
 """
@@ -17,6 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from firesteel.errors import InvalidArgumentError
+from firesteel.launch.binary import has_gluon
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
 from firesteel.launch.key import Constexpr
 from firesteel.launch.spec import Flags, Region
@@ -24,7 +27,7 @@ from firesteel.moe.activate import activate_kernel
 from firesteel.moe.combine import combine_kernel
 from firesteel.moe.down import down_kernel
 from firesteel.moe.gate_up import gate_up_kernel
-from firesteel.moe.route import count_kernel, place_kernel
+from firesteel.moe.route import count_kernel, place_kernel, scatter_kernel
 
 if TYPE_CHECKING:
     from firesteel.moe.spec import Int4Weights, MoeSpec
@@ -34,21 +37,29 @@ __all__ = ["KERNELS", "num_blocks", "select", "tile_of", "workspace"]
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
+SCATTER = Kernel(scatter_kernel)
 GATE_UP = Kernel(gate_up_kernel)
 ACTIVATE = Kernel(activate_kernel)
 DOWN = Kernel(down_kernel)
 COMBINE = Kernel(combine_kernel)
-KERNELS = (COUNT, PLACE, GATE_UP, ACTIVATE, DOWN, COMBINE)
+KERNELS = [COUNT, PLACE, SCATTER, GATE_UP, ACTIVATE, DOWN, COMBINE]
+if has_gluon():
+    from firesteel.moe.down_wgmma import down_wgmma_kernel
+    from firesteel.moe.gate_up_wgmma import gate_up_wgmma_kernel
+
+    GATE_UP_WGMMA = Kernel(gate_up_wgmma_kernel)
+    DOWN_WGMMA = Kernel(down_wgmma_kernel)
+    KERNELS += [GATE_UP_WGMMA, DOWN_WGMMA]
 
 
 MAX_HISTOGRAM = 4096
 """Most routes that one program counts by itself."""
 
-MAX_HISTOGRAM_EXPERTS = 2048
-"""Most experts for which it does: their counts stand in its registers."""
-
 BLOCK_R = 1024
-"""Routes that a program scans at a time."""
+"""Routes that such a program scans at a time."""
+
+CHUNK_R = 512
+"""Routes of a program where each counts and places its own."""
 
 BLOCK_K, BLOCK_ACTIVATE = 1024, 512
 """Columns of a program of combine, and of activate."""
@@ -58,7 +69,14 @@ def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
     """The tile of so many sorted routes."""
     if spec.batch_invariant:
         return spec.tiles.batch_invariant
-    return spec.tiles.of_sorted(num_routes / spec.num_experts)
+    each = num_routes / spec.num_experts
+    found = spec.tiles.of_wgmma(each) if _has_wgmma(spec) else None
+    return found or spec.tiles.of_sorted(each)
+
+
+def _has_wgmma(spec: MoeSpec) -> bool:
+    """Whether the kernels that only Hopper runs read such weights: scales of the layer's type."""
+    return spec.wgmma and spec.w13.scale == spec.w2.scale == spec.dtype
 
 
 def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:
@@ -91,10 +109,11 @@ def workspace(spec: MoeSpec, num_tokens: int) -> tuple[Region, ...]:
     # Of the smallest tiles there are most.
     smallest = min(tile.rows for _, tile in tiles.sorted)
     blocks = num_blocks(routes, e, tiles.batch_invariant.rows if spec.batch_invariant else smallest)
+    chunks = -(-routes // CHUNK_R) * (routes > MAX_HISTOGRAM)
     direct = min(routes, max(spec.top_k, e // 8)) * (split_k(spec) > 1)
     sums = (tiles.split_k, direct, spec.num_parts * spec.intermediate_size)
     return (
-        Region("counts", "i32", (e,)),
+        Region("counts", "i32", (chunks, e)),
         Region("route_ids", "i32", (routes,)),
         Region("expert_offsets", "i32", (e + 1,)),
         Region("block_expert", "i32", (blocks,)),
@@ -139,34 +158,38 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
 
 def _route(spec: MoeSpec, ids: str, routes: int, rows: int) -> tuple[Launch, ...]:
     """Sort routes by expert and lay out tiles."""
-    one_launch = routes <= MAX_HISTOGRAM and spec.num_experts <= MAX_HISTOGRAM_EXPERTS
-    types: dict[str, str | None] = {
-        "topk_ids_ptr": f"*{ids}",
-        **_map_type(spec),
-        "counts_ptr": None if one_launch else "*i32",
-        "R": "i64",
-    }
+    types: dict[str, str | None] = {"topk_ids_ptr": f"*{ids}", **_map_type(spec), "R": "i64"}
     arguments: dict[str, Argument] = {"topk_ids_ptr": "topk_ids", "R": routes, **_map(spec)}
-    if not one_launch:
-        arguments["counts_ptr"] = "counts"
-    common = {"E": spec.num_experts, "NUM_GLOBAL": spec.num_global_experts, "PDL": spec.pdl}
-    place = PLACE.key(
-        {**types, "tile_rows": "i64", **{f"{name}_ptr": "*i32" for name in _TABLES}},
-        {**common, "E_BLOCK": _power_of_two(spec.num_experts), "BLOCK_R": BLOCK_R},
-        pdl=spec.pdl,
+    tables = {f"{name}_ptr": "*i32" for name in _TABLES}
+    places: dict[str, Argument] = {f"{name}_ptr": name for name in _TABLES}
+    constexprs: dict[str, Constexpr] = {
+        "E": spec.num_experts,
+        "NUM_GLOBAL": spec.num_global_experts,
+        "E_BLOCK": _power_of_two(spec.num_experts),
+        "BLOCK_R": BLOCK_R,
+        "PDL": spec.pdl,
+    }
+    if routes <= MAX_HISTOGRAM:
+        key = PLACE.key({**types, **tables, "tile_rows": "i64"}, constexprs, pdl=spec.pdl)
+        grid = (spec.num_experts, 1, 1)
+        return (PLACE.launch(key, grid, {**arguments, **places, "tile_rows": rows}),)
+    types["counts_ptr"] = "*i32"
+    arguments["counts_ptr"] = "counts"
+    constexprs["BLOCK_R"] = CHUNK_R
+    count = COUNT.key(types, constexprs, pdl=spec.pdl)
+    scatter = SCATTER.key(
+        {**types, **tables, "tile_rows": "i64"}, constexprs, num_warps=8, pdl=spec.pdl
     )
-    placed = PLACE.launch(
-        place,
-        (spec.num_experts, 1, 1),
-        {**arguments, "tile_rows": rows, **{f"{name}_ptr": name for name in _TABLES}},
+    grid = (-(-routes // CHUNK_R), 1, 1)
+    return (
+        COUNT.launch(count, grid, arguments),
+        SCATTER.launch(scatter, grid, {**arguments, **places, "tile_rows": rows}),
     )
-    if one_launch:
-        return (placed,)
-    count = COUNT.key(types, {**common, "BLOCK_R": BLOCK_R}, pdl=spec.pdl)
-    return (COUNT.launch(count, (spec.num_experts, 1, 1), arguments), placed)
 
 
 def _gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
+    if tile.is_wgmma:
+        return _gate_up_wgmma(spec, tile, tiles)
     spans = split_k(spec) if ids else 1
     is_split = spans > 1
     # What is left to `activate` is absent here.
@@ -244,6 +267,8 @@ def _activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
 
 
 def _down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
+    if tile.is_wgmma:
+        return _down_wgmma(spec, tile, tiles)
     types: dict[str, str | None] = {
         "hidden_ptr": f"*{spec.dtype}",
         **_weight_types(spec, spec.w2),
@@ -268,6 +293,71 @@ def _down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -
         "R": routes,
     }
     return DOWN.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
+
+
+def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
+    columns, warps, stages = tile.gate_up
+    types: dict[str, str | None] = {
+        "x_ptr": f"*{spec.dtype}",
+        **_weight_types(spec, spec.w13),
+        "topk_weights_ptr": "*fp32" if spec.weight_on_input else None,
+        **{f"{name}_ptr": "*i32" for name in _TABLES},
+        "hidden_ptr": f"*{spec.dtype}",
+        "stride_x": "i64",
+    }
+    constexprs = {
+        "K": spec.hidden_size,
+        "N": spec.intermediate_size,
+        "TOP_K": spec.top_k,
+        "GROUP_SIZE": spec.w13.group_size,
+        **_activation(spec),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": columns,
+        "STAGES": stages,
+        "WARPS": warps,
+        "PDL": spec.pdl,
+    }
+    key = GATE_UP_WGMMA.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "x_ptr": "x",
+        **_weights(spec.w13, "w13"),
+        **_tile(spec, None),
+        "hidden_ptr": "hidden",
+        "stride_x": Stride("x"),
+    }
+    if spec.weight_on_input:
+        arguments["topk_weights_ptr"] = "topk_weights"
+    grid = (-(-spec.intermediate_size // columns), tiles, 1)
+    return GATE_UP_WGMMA.launch(key, grid, arguments)
+
+
+def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
+    rows, span, warps, stages = tile.down
+    types: dict[str, str | None] = {
+        "hidden_ptr": f"*{spec.dtype}",
+        **_weight_types(spec, spec.w2),
+        **{f"{name}_ptr": "*i32" for name in _TABLES},
+        "y_ptr": f"*{spec.dtype}",
+    }
+    constexprs = {
+        "K": spec.hidden_size,
+        "N": spec.intermediate_size,
+        "GROUP_SIZE": spec.w2.group_size,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": rows,
+        "SPAN": span,
+        "STAGES": stages,
+        "WARPS": warps,
+        "PDL": spec.pdl,
+    }
+    key = DOWN_WGMMA.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "hidden_ptr": "hidden",
+        **_weights(spec.w2, "w2"),
+        **_tile(spec, None),
+        "y_ptr": "y",
+    }
+    return DOWN_WGMMA.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
 
 
 def _combine(spec: MoeSpec, ids: str, num_tokens: int) -> Launch:

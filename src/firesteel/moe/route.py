@@ -12,7 +12,7 @@ expert_offsets [0, 1, 4, 4], num_blocks 3, block_expert [0, 1, 1], block_row [0,
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import local_expert
 
@@ -58,7 +58,6 @@ def count_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     chunk = tl.program_id(0)
     routes = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
     owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
@@ -102,8 +101,6 @@ def scatter_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
-    WIDTH: tl.constexpr = 32
     # As many tiles at a time as a program compares with every expert in its registers.
     TILES: tl.constexpr = max(16384 // E_BLOCK, 1)
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
@@ -112,11 +109,13 @@ def scatter_kernel(
     is_expert = (bins < E) & (R > 0)
     counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
     before = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    own = tl.zeros((E_BLOCK,), dtype=tl.int32)
     counts_ptrs = counts_ptr + bins
     for other in range(0, chunks):
         row = tl.load(counts_ptrs, mask=is_expert, other=0)
         counts_ptrs += E
         before += tl.where(other < chunk, row, 0)
+        own += tl.where(other == chunk, row, 0)
         counts += row
     # One where prewarm launches it with nothing.
     rows = tl.maximum(tile_rows, 1).to(tl.int32)
@@ -140,14 +139,15 @@ def scatter_kernel(
         tl.store(block_row_ptr + tile, row + tile * rows, mask=is_tile)
     routes = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
     owners = local_expert(topk_ids_ptr, expert_map_ptr, routes, routes < R, E, NUM_GLOBAL)
-    owners = owners.to(tl.int32)
-    place = tl.gather(first_place + before, tl.maximum(owners, 0), axis=0)
-    for start in range(0, BLOCK_R, WIDTH):
-        others = chunk * BLOCK_R + start + tl.arange(0, WIDTH)
-        rival = local_expert(topk_ids_ptr, expert_map_ptr, others, others < R, E, NUM_GLOBAL)
-        is_first = (rival.to(tl.int32)[None, :] == owners[:, None]) & (others < routes[:, None])
-        place += tl.sum(is_first.to(tl.int32), axis=1)
-    tl.store(route_ids_ptr + place, routes.to(tl.int32), mask=owners >= 0)
+    # Sorted by expert, then by place in the chunk; those of none last.
+    owners = tl.where(owners < 0, E, owners).to(tl.int32)
+    sorted_keys = tl.sort(owners * BLOCK_R + tl.arange(0, BLOCK_R))
+    owners = sorted_keys // BLOCK_R
+    # The place of an expert's first route of the chunk, less those of experts before it here.
+    shift = first_place + before - (tl.cumsum(own, axis=0) - own)
+    place = tl.gather(shift, tl.minimum(owners, E - 1), axis=0) + tl.arange(0, BLOCK_R)
+    route = chunk * BLOCK_R + sorted_keys % BLOCK_R
+    tl.store(route_ids_ptr + place, route, mask=owners < E)
 
 
 @triton.jit
@@ -210,7 +210,6 @@ def place_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     expert = tl.program_id(0)
     bins = tl.arange(0, E_BLOCK)
     counts = count_all(topk_ids_ptr, expert_map_ptr, R, E, NUM_GLOBAL, E_BLOCK, BLOCK_R)

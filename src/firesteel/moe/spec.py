@@ -9,6 +9,7 @@ from typing import Any
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
+from firesteel.launch.binary import has_gluon, supports_dependent_launch, supports_wgmma
 from firesteel.moe.activation import Activation
 from firesteel.moe.tuning import LayerTiles, TileTable, layer_tiles
 from firesteel.moe.tuning_file import default_table
@@ -21,6 +22,7 @@ BLOCK_K = 128
 ROW_UNIT = 8
 """Elements of 16 bytes: how far apart rows of x and out lie is a multiple of it."""
 TILE_ROWS = 64
+MAX_EXPERTS = 2048
 _DTYPES = ("bf16", "fp16")
 _SCALES = ("bf16", "fp16", "fp32")
 
@@ -58,6 +60,7 @@ class MoeSpec:
         weight_on_input    the router weight multiplies FC1's product, not FC2's
         batch_invariant    a row has the same bits at every token count
         pdl                launches may start before the one before has ended; needs sm_90 or later
+        wgmma              kernels may be those that only sm_90 runs; needs Triton 3.6 or later
         table              tiles by measurement; changes speed and no more than the last bits of a
                            result
     """
@@ -74,6 +77,7 @@ class MoeSpec:
     weight_on_input: bool = False
     batch_invariant: bool = False
     pdl: bool = True
+    wgmma: bool = field(default_factory=has_gluon)
     table: TileTable = field(default_factory=default_table)
 
     def __post_init__(self) -> None:
@@ -84,6 +88,13 @@ class MoeSpec:
         ids = self.num_global_experts or self.num_experts
         if self.top_k > ids:
             raise InvalidArgumentError(f"top_k: got {self.top_k}, must be at most {ids} experts")
+        if self.num_experts > MAX_EXPERTS:
+            raise UnsupportedError(
+                f"num_experts: got {self.num_experts}, must be at most {MAX_EXPERTS}: a program "
+                "counts all of them"
+            )
+        if self.wgmma and not has_gluon():
+            raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")
         if self.dtype not in _DTYPES:
             raise UnsupportedError(
                 f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
@@ -108,6 +119,8 @@ class MoeSpec:
         words += [name for name in ("weight_on_input", "batch_invariant") if getattr(self, name)]
         if not self.pdl:
             words.append("no pdl")
+        if not self.wgmma:
+            words.append("no wgmma")
         if self.table != default_table():
             words.append(f"tiles of {self.table.name}")
         return " ".join(words)
@@ -164,6 +177,10 @@ class MoeSpec:
             intermediate_size=n // tensor_parallel,
             w2=replace(self.w2, group_size=group_size),
         )
+
+    def for_target(self, target: str) -> MoeSpec:
+        """The same layer with what kernels for a target ("sm_90") may use."""
+        return replace(self, pdl=supports_dependent_launch(target), wgmma=supports_wgmma(target))
 
     def flags(self) -> Mapping[str, tuple[str, ...]]:
         """Callers choose the type of the ids: int32 or int64, read as they are."""

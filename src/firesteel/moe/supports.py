@@ -29,7 +29,6 @@ def moe_spec_of(
     activation: Activation,
     dtype: torch.dtype,
     has_bias: bool,
-    pdl: bool = True,
 ) -> MoeSpec:
     """The layer whose gate and up are all stored as `w13` says, and whose down as `w2`.
 
@@ -37,7 +36,6 @@ def moe_spec_of(
         w13, w2: of one matrix each: gate or up `[intermediate, hidden]`, down
             `[hidden, intermediate]`.
         dtype: of activations and biases.
-        pdl: whether launches may overlap; needs sm_90 or later.
 
     Raises
         UnsupportedError: no kernel reads it; the message has every reason.
@@ -62,7 +60,6 @@ def moe_spec_of(
         w13=_stored(w13, has_bias),
         w2=_stored(w2, has_bias),
         activation=activation,
-        pdl=pdl,
     )
 
 

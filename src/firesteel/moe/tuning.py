@@ -26,6 +26,7 @@ from firesteel.errors import InvalidArgumentError, UnsupportedError
 __all__ = [
     "DEFAULT_RECIPE",
     "MODES",
+    "RANGED",
     "Down",
     "GateUp",
     "LayerTiles",
@@ -41,8 +42,10 @@ __all__ = [
 DEFAULT_RECIPE = "int4-g128"
 """Whose rows serve a recipe that a table has none of."""
 
-Mode = Literal["direct", "sorted", "batch_invariant"]
-MODES: tuple[Mode, ...] = ("direct", "sorted", "batch_invariant")
+Mode = Literal["direct", "sorted", "wgmma", "batch_invariant"]
+MODES: tuple[Mode, ...] = ("direct", "sorted", "wgmma", "batch_invariant")
+RANGED: tuple[Mode, ...] = ("sorted", "wgmma")
+"""Modes whose rows serve a range of routes an expert."""
 
 INFINITY = float("inf")
 
@@ -79,12 +82,14 @@ class Tile:
         gate_up   how FC1 cuts N
         is_joint  whether FC1 multiplies gate and up rows as one operand
         down      how FC2 cuts K
+        is_wgmma  whether both are the kernels that only Hopper runs, which have no `is_joint`
     """
 
     rows: Annotated[int, (8, 16, 32, 64, 128)]
     gate_up: GateUp
     is_joint: bool
     down: Down
+    is_wgmma: bool = False
 
 
 class Shape(NamedTuple):
@@ -101,8 +106,9 @@ class Row:
 
     Fields
         shape    of the layer that was measured
-        mode     "direct": each route is a tile; "sorted": routes are sorted by expert; or
-                 "batch_invariant": the one tile of every count
+        mode     "direct": each route is a tile; "sorted": routes are sorted by expert; "wgmma":
+                 likewise, on the kernels that only Hopper runs, before "sorted" where it has a
+                 range; or "batch_invariant": the one tile of every count
         tile     what the calls take
         first    of sorted routes: from so many an expert on average,
         below    up to but without so many
@@ -128,12 +134,14 @@ class LayerTiles:
         direct           the tile of one route
         split_k          spans of K that direct programs share
         batch_invariant  the tile of every count, where a row must have the same bits at each
+        wgmma            (first, below, tile): what goes before `sorted` on Hopper
     """
 
     sorted: tuple[tuple[float, Tile], ...]
     direct: Tile
     split_k: int
     batch_invariant: Tile
+    wgmma: tuple[tuple[float, float, Tile], ...] = ()
 
     def rows(self, shape: Shape) -> tuple[Row, ...]:
         """The rows of a table that give these tiles."""
@@ -144,12 +152,20 @@ class LayerTiles:
                 Row(shape, "sorted", tile, first, below)
                 for first, (below, tile) in zip(firsts, self.sorted, strict=False)
             ),
+            *(Row(shape, "wgmma", tile, first, below) for first, below, tile in self.wgmma),
             Row(shape, "batch_invariant", self.batch_invariant),
         )
 
     def of_sorted(self, routes_per_expert: float) -> Tile:
         """The tile of sorted routes, so many an expert on average."""
         return next(tile for bound, tile in self.sorted if routes_per_expert < bound)
+
+    def of_wgmma(self, routes_per_expert: float) -> Tile | None:
+        """The tile of so many an expert on Hopper's own kernels; None where there is none."""
+        for first, below, tile in self.wgmma:
+            if first <= routes_per_expert < below:
+                return tile
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,14 +245,15 @@ class TileTable:
     def tiles(self, shape: Shape) -> LayerTiles:
         """The tiles of one of `shapes`."""
         rows = [row for row in self.rows if row.shape == shape]
-        ranges = sorted((r for r in rows if r.mode == "sorted"), key=lambda row: row.first)
+        ranges = sorted((r for r in rows if r.mode in RANGED), key=lambda row: row.first)
         (direct,) = (row for row in rows if row.mode == "direct")
         (invariant,) = (row for row in rows if row.mode == "batch_invariant")
         return LayerTiles(
-            tuple((row.below, row.tile) for row in ranges),
+            tuple((row.below, row.tile) for row in ranges if row.mode == "sorted"),
             direct.tile,
             direct.split_k,
             invariant.tile,
+            tuple((row.first, row.below, row.tile) for row in ranges if row.mode == "wgmma"),
         )
 
 
@@ -257,23 +274,27 @@ def check_rows(rows: Sequence[Row]) -> None:
                 raise InvalidArgumentError(
                     f"rows{numbers}.mode: got {len(numbers)} rows {mode} of {title}, must be one"
                 )
-        end = 0.0
-        ranges = sorted(
-            ((number, row) for number, row in numbered if row.mode == "sorted"),
-            key=lambda each: each[1].first,
-        )
-        for number, row in ranges:
-            if row.first != end or row.below <= row.first:
-                raise InvalidArgumentError(
-                    f"rows[{number}].routes_per_expert: got {[row.first, row.below]} of {title}, "
-                    f"must start at {end}, where the range before it ends, and end later"
-                )
-            end = row.below
-        if end != INFINITY:
+        for mode in RANGED:
+            _check_ranges(mode, title, [each for each in numbered if each[1].mode == mode])
+
+
+def _check_ranges(mode: Mode, title: str, rows: Sequence[tuple[int, Row]]) -> None:
+    """Ranges that follow each other; those of sorted routes from 0 and without end."""
+    end = 0.0
+    for number, row in sorted(rows, key=lambda each: each[1].first):
+        may_start = row.first == end or (mode == "wgmma" and row.first > end)
+        if not may_start or row.below <= row.first:
+            word = "at" if mode == "sorted" else "from"
             raise InvalidArgumentError(
-                f"rows.routes_per_expert: sorted rows of {title} end at {end}, the last one must "
-                "end at null"
+                f"rows[{number}].routes_per_expert: got {[row.first, row.below]} of {title}, "
+                f"must start {word} {end}, where the range before it ends, and end later"
             )
+        end = row.below
+    if mode == "sorted" and end != INFINITY:
+        raise InvalidArgumentError(
+            f"rows.routes_per_expert: sorted rows of {title} end at {end}, the last one must "
+            "end at null"
+        )
 
 
 def _ratio(a: int, b: int) -> Fraction:

@@ -6,7 +6,7 @@
        "routes_per_expert": [0, 5.0], "tile": {"rows": 8, "gate_up": {"columns": 64, ...}, ...}},
       ...]}
 
-`mode` is "sorted", "direct" (with "split_k" in the place of "routes_per_expert") or
+`mode` is "sorted", "wgmma", "direct" (with "split_k" in the place of "routes_per_expert") or
 "batch_invariant" (with neither). Every field is checked, one that is unknown is refused, and a
 message names file, row, field, value and what is allowed. The fields of a tile are those of
 `firesteel.moe.tuning.Tile`, with their types.
@@ -31,7 +31,7 @@ import torch
 
 from firesteel.device import device_name, device_target
 from firesteel.errors import InvalidArgumentError
-from firesteel.moe.tuning import INFINITY, MODES, Mode, Row, Shape, SplitK, Tile, TileTable
+from firesteel.moe.tuning import INFINITY, MODES, RANGED, Mode, Row, Shape, SplitK, Tile, TileTable
 
 __all__ = [
     "DEFAULT_TABLE",
@@ -61,8 +61,11 @@ _TEXTS = {
 }
 _RECIPE = re.compile(r"int4-g[1-9]\d*(-asym)?")
 _MOST = 1 << 31
-# Fields of a row that only one mode has.
-_OWN = {"sorted": ("routes_per_expert",), "direct": ("split_k",)}
+# Fields of a row that only some modes have.
+_OWN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(RANGED, ("routes_per_expert",)),
+    "direct": ("split_k",),
+}
 
 
 @lru_cache(maxsize=1)
@@ -290,7 +293,7 @@ def format_table(table: TileTable) -> str:
 
 def _row_dict(row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {**row.shape._asdict(), "mode": row.mode}
-    if row.mode == "sorted":
+    if row.mode in RANGED:
         below = None if math.isinf(row.below) else row.below
         found["routes_per_expert"] = [row.first, below]
     if row.mode == "direct":

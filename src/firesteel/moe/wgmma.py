@@ -205,9 +205,7 @@ def start(
     gl.static_assert(STAGES >= 3)
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE
     dtype: gl.constexpr = source[0].dtype.element_ty
-    plane_s: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=64, element_bitwidth=16, rank=2
-    )
+    plane_s: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
     words_s: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     row_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = (

@@ -33,7 +33,7 @@ from firesteel.device import (
     device_target,
 )
 from firesteel.errors import InvalidArgumentError, UnsupportedError
-from firesteel.launch.binary import supports_dependent_launch, triton_version
+from firesteel.launch.binary import triton_version
 from firesteel.launch.driver import Driver
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning import Row, TileTable
@@ -111,7 +111,7 @@ def run(request: TuneRequest, *, as_json: bool) -> None:
     choice = shape_choice(request.shape, request.recipe)
     choice = replace(choice, batch_invariant=request.batch_invariant, table=request.table)
     (spec,) = make_specs(choice, table_of_device(device))
-    spec = replace(spec, pdl=supports_dependent_launch(device_target(device)))
+    spec = spec.for_target(device_target(device))
     if old is not None and shape_of(spec) in old.shapes and request.table is None:
         spec = replace(spec, table=old)
     shared_bytes = Driver.open().max_shared_bytes(device.index or 0)

@@ -17,7 +17,6 @@ from firesteel.errors import UnsupportedError
 from firesteel.formats.packed import PackedWeights, WeightStack
 from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.launch import Arena, Ready, plan, prewarm
-from firesteel.launch.binary import supports_dependent_launch
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import moe_spec_of
@@ -213,6 +212,5 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
         activation=module.activation,
         dtype=model.dtype,
         has_bias=module.gate_up_bias is not None,
-        pdl=supports_dependent_launch(device_target(device)),
     )
-    return replace(spec, table=table_of_device(device))
+    return replace(spec.for_target(device_target(device)), table=table_of_device(device))
