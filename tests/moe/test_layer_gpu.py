@@ -9,7 +9,7 @@ from torch import Tensor
 from firesteel.launch import Arena, plan, prewarm
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
-from firesteel.moe.spec import Int4Weights, MoeSpec
+from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.settings import Settings
 from tests.moe.layers import Layer, random_layer
 
@@ -20,7 +20,7 @@ GUARD = 3
 
 
 def _stored(group_size: int, **changes: object) -> dict[str, object]:
-    stored = Int4Weights(group_size=group_size, **changes)  # type: ignore[arg-type]
+    stored = StoredWeights(group_size=group_size, **changes)  # type: ignore[arg-type]
     return {"w13": stored, "w2": stored}
 
 

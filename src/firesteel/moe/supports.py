@@ -7,15 +7,15 @@ import torch
 from firesteel.errors import UnsupportedError
 from firesteel.formats.base import Scheme
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import Int4Weights, MoeSpec, check_weights
+from firesteel.moe.spec import MoeSpec, StoredWeights, check_weights
 
 __all__ = ["RECIPES", "moe_spec_of"]
 
-RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym"
+RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym, mxfp4 and nvfp4"
 """The recipes that kernels exist for, in words for error messages."""
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_SCALES = ("bf16", "fp16", "fp32")
+_SCALES = {"int4": ("bf16", "fp16", "fp32"), "e2m1": ("e8m0", "e4m3")}
 
 
 def moe_spec_of(
@@ -66,12 +66,15 @@ def moe_spec_of(
     )
 
 
-def _stored(scheme: Scheme, has_bias: bool) -> Int4Weights:
-    return Int4Weights(
+def _stored(scheme: Scheme, has_bias: bool) -> StoredWeights:
+    fp4 = {"e8m0": "mxfp4", "e4m3": "nvfp4"}
+    return StoredWeights(
+        element=fp4[scheme.scale] if scheme.element == "e2m1" else scheme.element,
         group_size=scheme.group_size,
         scale=scheme.scale,
         has_zero_points=scheme.has_zero_points,
         has_bias=has_bias,
+        global_scale=scheme.global_scale,
     )
 
 
@@ -82,10 +85,13 @@ def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
         found.append(
             f"{name}: matrices are {[scheme.n, scheme.k]}, the layer's sizes give {list(shape)}"
         )
-    if scheme.element != "int4":
-        found.append(f"{name}: element is {scheme.element}, must be int4")
-    if scheme.scale not in _SCALES:
-        found.append(f"{name}: scales are {scheme.scale}, must be one of {', '.join(_SCALES)}")
+    if scheme.element not in _SCALES:
+        found.append(f"{name}: element is {scheme.element}, must be int4 or e2m1")
+    elif scheme.scale not in _SCALES[scheme.element]:
+        allowed = ", ".join(_SCALES[scheme.element])
+        found.append(
+            f"{name}: scales are {scheme.scale}, must be one of {allowed} of {scheme.element}"
+        )
     else:
         try:
             check_weights(name, _stored(scheme, has_bias=False), scheme.k)
@@ -93,6 +99,4 @@ def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
             found.append(str(error))
     if scheme.has_group_index:
         found.append(f"{name}: columns name their group (act-order), must lie in order")
-    if scheme.global_scale != "none":
-        found.append(f"{name}: has a matrix-wide scale ({scheme.global_scale}), must have none")
     return found
