@@ -277,33 +277,40 @@ def e2m1_of_plane(words, dtype: tl.constexpr, PLANE: tl.constexpr, PAIRS: tl.con
 
 
 @triton.jit
-def fp4_scales(ptrs, mask, dtype: tl.constexpr, ELEMENT: tl.constexpr):
-    """Scales at `ptrs`, times what makes `e2m1_of_plane` times them 2**-s of a weight, in dtype.
+def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
+    """Scales from their bytes, times what makes `e2m1_of_plane` times them 2**-s of a weight.
 
     s is what `fp4_unit` multiplies back. With it a weight is exact in bf16 for MXFP4 scales of
     2**-100 to 2**33 and every NVFP4 scale, and in fp16 for 2**-23 to 2 and every NVFP4 scale. A
     smaller scale gives weights that are off by at most 2**-102, or 2**-25 in fp16; a larger one
-    infinite weights, which `integrations` refuses.
+    infinite weights, which `moe.supports` refuses.
     """
-    bits = load_where(ptrs, mask)
     if ELEMENT == "mxfp4":
-        # A byte is the exponent of an fp32, but that 0 is 2**-127: 0 here.
-        scales = (bits.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        scales *= 16384.0 if dtype == tl.float16 else 2.0**94
+        # A byte is the exponent of an fp32, but that 0, which is 2**-127, gives 0.
+        wide = (bits.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scales = (wide * (2.0**14 if dtype == tl.float16 else 2.0**94)).to(dtype)
+    elif dtype == tl.bfloat16:
+        # Moved so, with the sign on top, an E4M3 number is a bf16 2**-120 times itself.
+        wide = (bits.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -0x7810
+        # 2**214 is no bf16.
+        half = tl.full((), 2.0**107, dtype)
+        scales = wide.to(dtype, bitcast=True) * half * half
     else:
-        # Moved so, with the sign put on top, an E4M3 number is an fp32 2**-120 times itself.
-        wide = bits.to(tl.int8, bitcast=True).to(tl.int32) << 20
-        scales = (wide & -0x78100000).to(tl.float32, bitcast=True)
-        # 2**214 is no fp32.
-        scales = scales * 2.0**126 if dtype == tl.float16 else (scales * 2.0**107) * 2.0**107
-    return scales.to(dtype)
+        wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
+        small = wide.to(tl.float32, bitcast=True)
+        half = 2.0**63 if dtype == tl.float16 else 2.0**107
+        scales = (small * half * half).to(dtype)
+    return scales
 
 
 @triton.jit
 def fp4_unit(
     global_scale_ptr, matrix, dtype: tl.constexpr, ELEMENT: tl.constexpr, DIVIDES: tl.constexpr
 ):
-    """What a sum of products with FP4 weights lacks: 2**s, and the scale of the whole matrix."""
+    """What a sum of products with FP4 weights lacks: 2**s, and the scale of the whole matrix.
+
+    Both are one factor, which is infinite for a matrix-wide scale of 2**96 and more.
+    """
     UNIT: tl.constexpr = 2.0**32 if dtype != tl.float16 else 1.0 if ELEMENT == "mxfp4" else 256.0
     unit = tl.full((), UNIT, tl.float32)
     if global_scale_ptr is not None:
@@ -323,34 +330,29 @@ def add_fp4_block(
     Every weight is scaled by itself, exactly, so that all products add up in one sum.
     """
     words = load_where(codes_ptrs + block * 2048, is_tile)
+    # Scales of the whole block in one load, then apart by plane: [rows, groups of a plane].
+    EACH: tl.constexpr = 32 // GROUP_SIZE
+    ROWS_HERE: tl.constexpr = words.shape[0]
+    group = block * (4 * EACH) + tl.arange(0, 4 * EACH)
+    mask = None if is_out is None else is_out[:, None]
+    if K % 128 != 0:
+        is_in = (group * GROUP_SIZE < K)[None, :]
+        mask = is_in if is_out is None else is_out[:, None] & is_in
+    bits = load_where(scales_ptrs[:, None] + (group * ROWS)[None, :], mask)
+    scales = tl.reshape(fp4_scales(bits, x0.dtype, ELEMENT), (ROWS_HERE, 2, 2, EACH))
+    even, odd = tl.split(tl.permute(scales, (0, 3, 1, 2)))
+    scales0, scales2 = tl.split(even)
+    scales1, scales3 = tl.split(odd)
     for plane in tl.static_range(4):
-        column = block * 128 + plane * 32
         x = x0 if plane == 0 else x1 if plane == 1 else x2 if plane == 2 else x3
-        scale = fp4_scales_of(scales_ptrs, is_out, column, x0.dtype, K, ROWS, GROUP_SIZE, ELEMENT)
-        if GROUP_SIZE < 32:
-            # Half a plane each.
-            second = fp4_scales_of(
-                scales_ptrs, is_out, column + 16, x0.dtype, K, ROWS, GROUP_SIZE, ELEMENT
-            )
-            both = tl.join(scale, second)[:, :, None]
-            scale = tl.reshape(tl.broadcast_to(both, (both.shape[0], 2, 16)), words.shape)
-        else:
-            scale = scale[:, None]
-        numbers = e2m1_of_plane(words, x0.dtype, plane, PAIRS) * scale
+        scale = scales0 if plane == 0 else scales1
+        if plane >= 2:
+            scale = scales2 if plane == 2 else scales3
+        spread = tl.broadcast_to(scale[:, :, None], (ROWS_HERE, EACH, GROUP_SIZE))
+        numbers = e2m1_of_plane(words, x0.dtype, plane, PAIRS)
+        numbers *= tl.reshape(spread, (ROWS_HERE, 32))
         acc = tl.dot(numbers, x, acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def fp4_scales_of(
-    scales_ptrs, is_out, column, dtype: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
-):  # fmt: skip
-    """Scales `[BLOCK_N]` of the group of a column; of no column from K on."""
-    mask = is_out
-    if K % 128 != 0:
-        mask = (column < K) if is_out is None else is_out & (column < K)
-    return fp4_scales(scales_ptrs + column // GROUP_SIZE * ROWS, mask, dtype, ELEMENT)
 
 
 @triton.jit
