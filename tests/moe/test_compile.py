@@ -134,7 +134,12 @@ def test_the_budget_lets_nothing_spill() -> None:
         assert row["shared_bytes"] <= 99 * 1024
 
 
-SMALL = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+# Of groups that every element's code takes.
+STORED = StoredWeights(group_size=32)
+SMALL = MoeSpec(
+    hidden_size=256, intermediate_size=128, num_experts=8, top_k=2, w13=STORED, w2=STORED
+)
+NVFP4 = StoredWeights.fp4("nvfp4")
 # Long enough that direct programs split its sums.
 LONG = replace(SMALL, hidden_size=2048)
 KEY_SPECS = {
@@ -142,6 +147,7 @@ KEY_SPECS = {
     "mapped": replace(LONG, num_global_experts=32, weight_on_input=True),
     "swigluoai": replace(LONG, activation=Activation(name="swigluoai")),
     "relu2": replace(LONG, activation=Activation(name="relu2")),
+    "nvfp4": replace(LONG, w13=NVFP4, w2=NVFP4),
 }
 
 
@@ -164,7 +170,7 @@ def _another(value: object) -> Constexpr:
     """Another value that the kernels accept in the same place."""
     if isinstance(value, bool):
         return not value
-    if value == "int4":
+    if value in ("int4", "nvfp4"):
         return "mxfp4"
     if isinstance(value, str):
         return "silu" if value != "silu" else "situ"

@@ -7,7 +7,7 @@ from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.formats.base import Scheme
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
-from firesteel.moe.supports import moe_spec_of
+from firesteel.moe.supports import check_scale_range, moe_spec_of
 
 K, N = 256, 128
 UP = Scheme(format="gptq", element="int4", n=N, k=K, group_size=32, scale="fp16")
@@ -122,3 +122,24 @@ def test_a_hidden_size_whose_rows_are_unaligned_is_refused():
 def test_more_experts_a_token_than_there_are_is_refused():
     with pytest.raises(InvalidArgumentError, match="top_k: got 9, must be at most 8 experts"):
         spec_of(top_k=9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "words"),
+    [
+        (torch.bfloat16, 160, "has a scale of 2**34, must be at most 2**33 in bf16"),
+        (torch.float16, 128, "has a scale of 2**2, must be at most 2**1 in fp16"),
+    ],
+)
+def test_scales_too_large_for_a_kernel_are_refused(dtype: torch.dtype, limit: int, words: str):
+    up, down = (replace(scheme, element="e2m1", scale="e8m0") for scheme in (UP, DOWN))
+    spec = spec_of(up, down, dtype=dtype)
+    good, bad = torch.tensor([[0, limit]]).byte(), torch.tensor([[0, limit + 1]]).byte()
+    check_scale_range(spec, w13=good, w2=good)
+    with pytest.raises(UnsupportedError) as caught:
+        check_scale_range(spec, w13=bad, w2=good)
+    assert str(caught.value) == f"gate and up: {words}"
+    with pytest.raises(UnsupportedError, match="down: has a scale"):
+        check_scale_range(spec, w13=good, w2=bad)
+    # Of int4, and of nvfp4, every scale will do.
+    check_scale_range(spec_of(dtype=dtype), w13=bad, w2=bad)

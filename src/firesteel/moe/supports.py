@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from firesteel.errors import UnsupportedError
 from firesteel.formats.base import Scheme
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import MoeSpec, StoredWeights, check_weights
 
-__all__ = ["RECIPES", "moe_spec_of"]
+__all__ = ["RECIPES", "check_scale_range", "moe_spec_of"]
 
 RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym, mxfp4 and nvfp4"
 """The recipes that kernels exist for, in words for error messages."""
+
+MAX_E8M0 = {"bf16": 160, "fp16": 128}
+"""The largest MXFP4 scale byte whose weights are numbers in a kernel, by the layer's dtype."""
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SCALES = {"int4": ("bf16", "fp16", "fp32"), "e2m1": ("e8m0", "e4m3")}
@@ -64,6 +68,23 @@ def moe_spec_of(
         activation=activation,
         pdl=pdl,
     )
+
+
+def check_scale_range(spec: MoeSpec, *, w13: Tensor, w2: Tensor) -> None:
+    """The scales of a layer, as kernels are given them, are not too large for its dtype.
+
+    Only those of MXFP4 can be: 2**33 is the largest in bf16, 2 in fp16. Waits for the device.
+
+    Raises
+        UnsupportedError: they are; a kernel's weights would be infinite.
+    """
+    limit = MAX_E8M0[spec.dtype]
+    for name, stored, scales in (("gate and up", spec.w13, w13), ("down", spec.w2, w2)):
+        if stored.element == "mxfp4" and int(scales.max()) > limit:
+            raise UnsupportedError(
+                f"{name}: has a scale of 2**{int(scales.max()) - 127}, must be at most "
+                f"2**{limit - 127} in {spec.dtype}"
+            )
 
 
 def _stored(scheme: Scheme, has_bias: bool) -> StoredWeights:

@@ -20,7 +20,7 @@ from firesteel.launch import Arena, Ready, plan, prewarm
 from firesteel.launch.binary import supports_dependent_launch
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.spec import MoeSpec
-from firesteel.moe.supports import moe_spec_of
+from firesteel.moe.supports import check_scale_range, moe_spec_of
 from firesteel.settings import Settings
 
 __all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
@@ -192,7 +192,7 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     """What a layer's kernels must be planned for.
 
     Raises
-        UnsupportedError: no kernels for its device, format or activation.
+        UnsupportedError: no kernels for its device, format, scales or activation.
     """
     device = _device_of(module)
     if device.type != "cuda":
@@ -201,7 +201,7 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     for stack in stacks:
         if not isinstance(stack, PackedWeights):
             raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
-    return moe_spec_of(
+    spec = moe_spec_of(
         module.gate_up.scheme,
         module.down.scheme,
         num_experts=module.num_experts,
@@ -213,3 +213,5 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
         has_bias=module.gate_up_bias is not None,
         pdl=supports_dependent_launch(device_target(device)),
     )
+    check_scale_range(spec, w13=module.gate_up.scales, w2=module.down.scales)
+    return spec
