@@ -1,4 +1,4 @@
-"""The one form in which firesteel holds quantised weights in memory, for every code width.
+"""The one form in which firesteel holds quantised weights in memory, for every element.
 
 A row of codes is cut into blocks of 128 columns (the last one padded with zero codes); a block of
 `bits`-bit codes is `16 * bits` bytes. Inside a block codes are laid out in planes, so that one
