@@ -107,6 +107,25 @@ def test_max_tokens_is_the_operators(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "stored"),
+    [
+        (("--model", "gpt-oss-120b", "--recipe", "mxfp4"), "mxfp4-bias"),
+        (("--model", "glm-5.2", "--tp", 4, "--recipe", "nvfp4"), "nvfp4-divisor"),
+        (("--checkpoint", CHECKPOINTS / "llmcompressor-mxfp4a16-w4-g32-sym"), "mxfp4"),
+        (
+            ("--checkpoint", CHECKPOINTS / "llmcompressor-nvfp4a16-w4-g16-sym-attn"),
+            "nvfp4-divisor",
+        ),
+        (("--checkpoint", CHECKPOINTS / "modelopt-nvfp4-w4-g16-sym"), "nvfp4-multiplier"),
+        (("--checkpoint", LITTLE / "bf16", "--recipe", "nvfp4"), "nvfp4-divisor"),
+    ],
+)
+def test_fp4_is_planned_by_name_and_from_checkpoints(arguments: tuple, stored: str):
+    found = invoke_json("plan", *arguments, "--max-tokens", 4, "--ids", "int32")
+    assert found["title"].startswith(f"MoE {stored} K=")
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ((), ["--model, --checkpoint: got neither, must be exactly one"]),
@@ -114,7 +133,8 @@ def test_max_tokens_is_the_operators(monkeypatch):
         (("--model", "glm-9"), ["model: got 'glm-9'", "glm-5.2", "mixtral-8x7b"]),
         (("--model", "glm-5.2", "--recipe", "int8-g128"), ["'int8-g128'", "int4-g128"]),
         (("--model", "glm-5.2", "--recipe", "int4-g256"), ["kernels exist for int4-g32"]),
-        (("--model", "glm-5.2", "--recipe", "nvfp4"), ["'nvfp4'", "kernels exist for"]),
+        (("--model", "glm-5.2", "--recipe", "int3-g32"), ["mxfp4 and nvfp4"]),
+        (("--model", "glm-5.2", "--recipe", "nvfp4-g16"), ["recipe: got 'nvfp4-g16', must be"]),
         (("--model", "glm-5.2", "--recipe", "int4"), ["recipe: got 'int4', must be"]),
         (("--model", "glm-5.2", "--tp", 3), ["tensor_parallel: got 3", "2048"]),
         (("--model", "glm-5.2", "--tp", 0), ["tensor_parallel: got 0"]),
@@ -130,7 +150,7 @@ def test_max_tokens_is_the_operators(monkeypatch):
         (("--checkpoint", LITTLE / "bf16"), ["layers 0, 1, 2, 3", "stored plain", "--recipe"]),
         (("--checkpoint", LITTLE / "int4-g128", "--recipe", "int4-g32"), ["quantised already"]),
         (("--checkpoint", LITTLE / "bf16", "--recipe", "int8-g128"), ["int8, must be int4"]),
-        (("--checkpoint", CHECKPOINTS / "llmcompressor-mxfp4a16-w4-g32-sym"), ["e2m1", "e8m0"]),
+        (("--checkpoint", CHECKPOINTS / "llmcompressor-ct-w8-g32-sym-attn-sharded"), ["int8"]),
     ],
 )
 def test_errors_are_named(arguments: tuple, words: list[str]):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firesteel.errors import CheckpointError
-from firesteel.formats.base import QuantizedMatrix, Scheme
+from firesteel.formats.base import ELEMENTS, QuantizedMatrix, Scheme
 from firesteel.formats.packed import (
     TILE_ROWS,
     PackedWeights,
@@ -40,36 +40,43 @@ def assert_same(got: QuantizedMatrix, expected: QuantizedMatrix) -> None:
         assert torch.equal(bits_of(left), bits_of(right))
 
 
-@given(bits=st.sampled_from((3, 4, 8)), k=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
-def test_codes_come_back_and_spare_columns_are_zero(bits: int, k: int, seed: int) -> None:
+@given(
+    element=st.sampled_from(sorted(ELEMENTS)), k=st.integers(1, 300), seed=st.integers(0, 2**32 - 1)
+)
+def test_codes_come_back_and_spare_columns_are_zero(element: str, k: int, seed: int) -> None:
+    bits = ELEMENTS[element].bits
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (2, 3, k), dtype=torch.uint8, generator=generator)
-    packed = pack_codes(codes, bits)
+    packed = pack_codes(codes, element)
     assert packed.shape == (2, 3, -(-k // 128), 16 * bits)
-    assert torch.equal(unpack_codes(packed, bits, k), codes)
-    padded = unpack_codes(packed, bits, packed.shape[-2] * 128)
+    assert torch.equal(unpack_codes(packed, element, k), codes)
+    padded = unpack_codes(packed, element, packed.shape[-2] * 128)
     assert (padded[..., k:] == 0).all()
 
 
-def code_at(block: Tensor, bits: int, column: int) -> int:
+def code_at(block: Tensor, element: str, column: int) -> int:
     """One code by the layout's own words, with Python integers."""
     data = [int(byte) for byte in block]
-    if bits == 8:
+    if element == "int8":
         return data[column]
-    width = 32 if bits == 4 else 16
+    width = 16 if element == "int3" else 32
     plane, j = divmod(column, width)
     word = data[2 * j] | data[2 * j + 1] << 8
-    if bits == 4:
+    if element == "e2m1":
+        sign, lowest = (15, 12, 14, 13)[plane], (6, 3, 0, 9)[plane]
+        return (word >> sign & 1) << 3 | word >> lowest & 7
+    if element == "int4":
         return word >> (4 * plane) & 15
     return (word >> (2 * plane) & 3) | (data[32 + j] >> plane & 1) << 2
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_a_block_is_laid_out_as_documented(bits: int) -> None:
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_a_block_is_laid_out_as_documented(element: str) -> None:
+    bits = ELEMENTS[element].bits
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (128,), dtype=torch.uint8, generator=generator)
-    block = pack_codes(codes, bits)[0]
-    assert [code_at(block, bits, column) for column in range(128)] == codes.tolist()
+    block = pack_codes(codes, element)[0]
+    assert [code_at(block, element, column) for column in range(128)] == codes.tolist()
 
 
 @given(
@@ -139,7 +146,7 @@ def test_any_size_comes_back_from_the_documented_addresses(
             tile = (index * parts + part) * num_tiles + row // 64
             block = (tile * num_blocks + column // 128) * 64 + row % 64
             stored = data[block * 16 * bits : (block + 1) * 16 * bits]
-            assert code_at(stored, bits, column % 128) == matrix.codes[row, column]
+            assert code_at(stored, element, column % 128) == matrix.codes[row, column]
             group = column // scheme.group_size
             bits_stored = packed.scales[index, group, part * n + row].view(torch.float16)
             assert bits_stored == matrix.scales[row, group]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Ready, plan
 from firesteel.launch.layout import check_tables, lay_out
-from firesteel.moe.spec import Int4Weights, MoeSpec
+from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.settings import Settings
 from tests.launch.stage import CALL, CONSTANT, ROW, UINT64
 
@@ -108,8 +108,8 @@ def test_a_plan_is_checked_before_anything_can_be_bound(stage):
         intermediate_size=128,
         num_experts=8,
         top_k=2,
-        w13=Int4Weights(),
-        w2=Int4Weights(),
+        w13=StoredWeights(),
+        w2=StoredWeights(),
     )
     made = plan(spec, 4)
     settings = Settings(cache="off")

@@ -24,7 +24,7 @@ from firesteel.launch.binary import triton_source
 from firesteel.launch.key import DTYPES
 from firesteel.launch.spec import Spec
 from firesteel.launch.stub import StubDriver
-from firesteel.moe.spec import Int4Weights, MoeSpec, geometry
+from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 BACKEND: Any = make_backend(GPUTarget("cuda", 90, 32))
@@ -43,11 +43,16 @@ SPECS: dict[str, tuple[Spec, int]] = {
     "moe-asymmetric-biased": (
         replace(
             TINY,
-            w13=Int4Weights(group_size=32, has_zero_points=True, has_bias=True),
-            w2=Int4Weights(group_size=64, has_zero_points=True, has_bias=True, scale="fp16"),
+            w13=StoredWeights(group_size=32, has_zero_points=True, has_bias=True),
+            w2=StoredWeights(group_size=64, has_zero_points=True, has_bias=True, scale="fp16"),
         ),
         300,
     ),
+    "moe-nvfp4": (
+        replace(TINY, w13=StoredWeights.fp4("nvfp4"), w2=StoredWeights.fp4("nvfp4", has_bias=True)),
+        300,
+    ),
+    "moe-mxfp4": (replace(TINY, w13=StoredWeights.fp4("mxfp4")), 300),
     "glm-5.2-tp4": (geometry("glm-5.2", tensor_parallel=4), 3072),
 }
 

@@ -145,13 +145,8 @@ class Placed:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (
-            self.route_ids,
-            self.expert_offsets,
-            self.block_expert,
-            self.block_row,
-            self.num_blocks,
-        )
+        tables = (self.route_ids, self.expert_offsets, self.block_expert, self.block_row)
+        return (*tables, self.num_blocks)
 
     def by_route(self, hidden: Tensor) -> Tensor:
         """Rows that lie by place, put where their routes are; the rest NaN."""
@@ -181,13 +176,17 @@ class Int4Stack:
         n, k = codes.shape[2:]
         missing = (0, -k % 128, 0, -n % TILE_ROWS)
         codes = functional.pad(codes, missing, value=self.padding)
-        return tile_rows(pack_codes(codes, 4)).contiguous().view(torch.int16)
+        return tile_rows(pack_codes(codes, "int4")).contiguous().view(torch.int16)
 
     def in_memory(self, memory: Memory, num_parts: int = 1) -> tuple[Tensor | None, ...]:
-        """Words, then scales and zero points `[E, g, n]`, as kernels take them."""
+        """Words, scales and zero points `[E, g, n]`, no matrix-wide scale, as kernels take them."""
         zero_points = None if self.zero_points is None else self.zero_points.transpose(1, 2)
-        tensors = (self.words(num_parts), self.scales.transpose(1, 2), zero_points)
+        tensors = (self.words(num_parts), self.scales.transpose(1, 2), zero_points, None)
         return tuple(memory.holding(tensor) for tensor in tensors)
+
+    @property
+    def constexprs(self) -> dict[str, object]:
+        return {"ELEMENT": "int4", "GROUP_SIZE": self.group_size, "DIVIDES": None}
 
     @property
     def dense(self) -> Tensor:
@@ -267,7 +266,7 @@ def run_gate_up(
         *((None,) * 5 if placed is None else map(memory.holding, placed.tensors)),
         *(hidden, None, (k + padding) // unit_of(x.dtype), routing.num_routes),
         **(routing.constexprs | activation_constexprs(activation)),
-        **{"K": k, "N": n, "TOP_K": routing.top_k, "GROUP_SIZE": stack.group_size},
+        **{"K": k, "N": n, "TOP_K": routing.top_k, **stack.constexprs},
         **{"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": 1},
         **{"JOINT": is_joint, "PAIRS": False},
     )
@@ -300,7 +299,7 @@ def run_partials(
         *(*(None,) * 6, partials, (k + padding) // unit_of(x.dtype), routing.num_routes),
         **routing.constexprs,
         **{"ACTIVATION": None if is_gated else "relu2", "LIMIT": None, "ALPHA": None, "BETA": None},
-        **{"K": k, "N": n, "TOP_K": routing.top_k, "GROUP_SIZE": stack.group_size},
+        **{"K": k, "N": n, "TOP_K": routing.top_k, **stack.constexprs},
         **{"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split_k},
         **{"JOINT": is_joint, "PAIRS": False},
     )
@@ -355,7 +354,7 @@ def run_down(
         *((None,) * 5 if placed is None else map(memory.holding, placed.tensors)),
         *(y, routing.num_routes),
         **routing.constexprs,
-        **{"K": k, "N": n, "GROUP_SIZE": stack.group_size, "BLOCK_M": block_m},
+        **{"K": k, "N": n, "BLOCK_M": block_m, **stack.constexprs},
         **{"BLOCK_N": block_n, "SPAN": span, "PAIRS": False},
     )
     memory.check()

@@ -1,4 +1,4 @@
-"""Random int4 layers: packed as kernels read them, and the same weights in float64."""
+"""Random layers: packed as kernels read them, and the same weights in float64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from firesteel.formats.base import QuantizedMatrix, Scheme
+from firesteel.formats.base import Divisor, GlobalScale, Multiplier, QuantizedMatrix, Scheme
 from firesteel.formats.packed import PackedWeights
 from firesteel.moe.layer import operand_tensors
 from firesteel.moe.reference import moe_reference
-from firesteel.moe.spec import Int4Weights, MoeSpec
+from firesteel.moe.spec import MoeSpec, StoredWeights
 
 _SCALES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +64,7 @@ def random_layer(spec: MoeSpec, seed: int = 0) -> Layer:
     w2, dense2 = _stack(spec, spec.w2, k, n, 1, generator)
     dtype = _DTYPES[spec.dtype]
 
-    def bias(stored: Int4Weights, rows: int) -> Tensor | None:
+    def bias(stored: StoredWeights, rows: int) -> Tensor | None:
         if not stored.has_bias:
             return None
         return torch.randn(spec.num_experts, rows, generator=generator).to(dtype)
@@ -87,16 +87,17 @@ def random_layer(spec: MoeSpec, seed: int = 0) -> Layer:
 
 
 def _stack(
-    spec: MoeSpec, stored: Int4Weights, n: int, k: int, parts: int, generator: torch.Generator
+    spec: MoeSpec, stored: StoredWeights, n: int, k: int, parts: int, generator: torch.Generator
 ) -> tuple[PackedWeights, Tensor]:
     scheme = Scheme(
         format="compressed-tensors",
-        element="int4",
+        element="int4" if stored.element == "int4" else "e2m1",
         n=n,
         k=k,
         group_size=stored.group_size,
         scale=stored.scale,
         has_zero_points=stored.has_zero_points,
+        global_scale=stored.global_scale,
     )
     packed = PackedWeights(scheme, spec.num_experts, parts)
     dense = torch.empty(packed.shape, dtype=torch.float64)
@@ -104,14 +105,34 @@ def _stack(
     for expert in range(spec.num_experts):
         for part in range(parts):
             codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-            spread = (torch.rand(shape, generator=generator) + 0.5) * 0.02
             zero_points = None
             if stored.has_zero_points:
                 zero_points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
             matrix = QuantizedMatrix(
-                codes=codes, scales=spread.to(_SCALES[stored.scale]), zero_points=zero_points
+                codes=codes,
+                scales=_scales(stored, shape, generator),
+                zero_points=zero_points,
+                global_scale=_global_scale(stored, generator),
             )
             packed.write(expert, part, matrix)
             rows = slice(part * n, (part + 1) * n)
             dense[expert, rows] = matrix.dequantize(scheme, torch.float64)
     return packed, dense
+
+
+def _scales(stored: StoredWeights, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Of a trained spread, as stored."""
+    spread = (torch.rand(shape, generator=generator) + 0.5) * 0.02
+    if stored.scale == "e8m0":
+        return torch.randint(118, 123, shape, generator=generator).to(torch.uint8)
+    if stored.scale == "e4m3":
+        return (spread * 12800).to(torch.float8_e4m3fn)
+    return spread.to(_SCALES[stored.scale])
+
+
+def _global_scale(stored: StoredWeights, generator: torch.Generator) -> GlobalScale | None:
+    """What makes an E4M3 scale of 256 one of about 0.02."""
+    value = (torch.rand((), generator=generator) + 0.5) / 12800
+    if stored.global_scale == "none":
+        return None
+    return Divisor(1 / value) if stored.global_scale == "divisor" else Multiplier(value)

@@ -23,7 +23,7 @@ from firesteel.launch.binary import Binary, compile_all, triton_source
 from firesteel.launch.key import Constexpr
 from firesteel.moe.activation import Activation
 from firesteel.moe.plan import KERNELS
-from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
+from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import TileTable
 from firesteel.moe.tuning_file import shipped_tables
 from tests.moe.sass import weigh
@@ -43,10 +43,10 @@ def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
     """What is compiled, by its name in the budget.
 
     Every row of every table that ships, for the shape that it was measured for; every key of three
-    plans that differ in all that changes code; and of the other named geometries the products of
-    the largest tile, which take the most registers.
+    plans that differ in all that changes code; of two of FP4 the products; and of the other named
+    geometries the products of the largest tile, which take the most registers.
     """
-    stored = Int4Weights(group_size=32, has_zero_points=True)
+    stored = StoredWeights(group_size=32, has_zero_points=True)
     spec = MoeSpec(
         hidden_size=2048,
         intermediate_size=768,
@@ -60,6 +60,8 @@ def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
         "glm-5.2": _plan(geometry("glm-5.2", tensor_parallel=4), "i64"),
         "gpt-oss-120b": _plan(geometry("gpt-oss-120b", group_size=64), "i64"),
         "int4-g32-asym-fp16": _plan(spec, "i32"),
+        "gpt-oss-120b mxfp4": _plan(geometry("gpt-oss-120b", element="mxfp4"), "i32"),
+        "glm-5.2 nvfp4": _plan(geometry("glm-5.2", tensor_parallel=4, element="nvfp4"), "i32"),
     }
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
     for table in shipped_tables().values():
@@ -70,8 +72,11 @@ def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
         assert isinstance(made.spec, MoeSpec)
         largest = max(tile.rows for _, tile in made.spec.tiles.sorted)
         for number, key in enumerate(made.keys):
-            is_largest = dict(key.constexprs).get("BLOCK_M") == largest
-            if key not in known and (name in plans or is_largest):
+            constants = dict(key.constexprs)
+            is_largest = constants.get("BLOCK_M") == largest
+            # What reads no weights is the same in every table.
+            is_wanted = name in plans and ("ELEMENT" in constants or "fp4" not in name)
+            if key not in known and (is_wanted or is_largest):
                 found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
                 known.add(key)
     return found
@@ -83,7 +88,7 @@ def _plans_of(table: TileTable) -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for shape in table.shapes:
         size, _, asym = shape.recipe.removeprefix("int4-g").partition("-")
-        stored = Int4Weights(group_size=int(size), has_zero_points=bool(asym))
+        stored = StoredWeights(group_size=int(size), has_zero_points=bool(asym))
         spec = MoeSpec(
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -198,7 +203,12 @@ def test_the_budget_limits_each_row_and_lets_nothing_spill() -> None:
         assert row["shared_bytes"] <= 99 * 1024
 
 
-SMALL = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+# Of groups that every element's code takes.
+STORED = StoredWeights(group_size=32)
+SMALL = MoeSpec(
+    hidden_size=256, intermediate_size=128, num_experts=8, top_k=2, w13=STORED, w2=STORED
+)
+NVFP4 = StoredWeights.fp4("nvfp4")
 # Long enough that direct programs split its sums.
 LONG = replace(SMALL, hidden_size=2048)
 KEY_SPECS = {
@@ -206,6 +216,7 @@ KEY_SPECS = {
     "mapped": replace(LONG, num_global_experts=32, weight_on_input=True),
     "swigluoai": replace(LONG, activation=Activation(name="swigluoai")),
     "relu2": replace(LONG, activation=Activation(name="relu2")),
+    "nvfp4": replace(LONG, w13=NVFP4, w2=NVFP4),
 }
 
 
@@ -228,6 +239,8 @@ def _another(value: object) -> Constexpr:
     """Another value that the kernels accept in the same place."""
     if isinstance(value, bool):
         return not value
+    if value in ("int4", "nvfp4"):
+        return "mxfp4"
     if isinstance(value, str):
         return "silu" if value != "silu" else "situ"
     assert isinstance(value, int | float)

@@ -203,11 +203,11 @@ def test_offsets_pass_2_to_the_31() -> None:
     at(ends, 4 * num_experts, 1, torch.int32).fill_(place + 1)
     launch(
         *(down_kernel, (1, 1), at(hidden, room, 1, torch.float16)),
-        *(at(codes, room, 1, torch.int16), at(scales, 0, 1, torch.float16), None, None),
+        *(at(codes, room, 1, torch.int16), at(scales, 0, 1, torch.float16), *(None,) * 3),
         *(torch.zeros(1, dtype=torch.int32), None, at(routes, 0, 1, torch.int32)),
         *(at(ends, 0, 1, torch.int32), torch.tensor([expert]).int(), torch.tensor([place]).int()),
         *(torch.ones(1, dtype=torch.int32), at(y, room, 1, torch.float16), route + 1),
-        **{"K": k, "N": n, "E": num_experts, "NUM_GLOBAL": num_experts, "GROUP_SIZE": n},
+        **{"K": k, "N": n, "E": num_experts, "NUM_GLOBAL": num_experts, **stack.constexprs},
         **{"BLOCK_M": 1, "BLOCK_N": 64, "SPAN": 1, "PAIRS": False},
     )
     got = at(y, room + 2 * route * k, k, torch.float16)
@@ -218,15 +218,16 @@ def test_offsets_pass_2_to_the_31() -> None:
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("has_optional", [True, False])
 def test_empty_work_ends(is_packed: bool, has_optional: bool) -> None:
-    absent = set() if is_packed else {7, 8, 9, 10, 11}
-    absent |= set() if has_optional else {3, 4, 6}
-    floats = dict.fromkeys((0, 2, 4, 12), torch.float16)
+    absent = set() if is_packed else {8, 9, 10, 11, 12}
+    absent |= {4} if has_optional else {3, 4, 5, 7}
+    floats = dict.fromkeys((0, 2, 5, 13), torch.float16)
     run_on_nothing(
         down_kernel,
-        num_pointers=13,
+        num_pointers=14,
         num_integers=1,
         absent=absent,
         dtypes=floats | {1: torch.int16, 3: torch.uint8},
         **{"K": 6144, "N": 512, "E": 256, "NUM_GLOBAL": 512, "GROUP_SIZE": 128},
+        **{"ELEMENT": "int4", "DIVIDES": None},
         **{"BLOCK_M": 16, "BLOCK_N": 64, "SPAN": 4, "PAIRS": False},
     )

@@ -379,7 +379,7 @@ def test_offsets_pass_2_to_the_31() -> None:
     at(ends, 4 * num_experts, 1, torch.int32).fill_(place + 1)
     launch(
         *(gate_up_kernel, (1, 1), at(rows, room, 1, torch.float16)),
-        *(at(codes, room, 1, torch.int16), at(scales, 0, 1, torch.float16), None, None),
+        *(at(codes, room, 1, torch.int16), at(scales, 0, 1, torch.float16), *(None,) * 3),
         *(torch.zeros(1, dtype=torch.int32), None, None, at(routes, 0, 1, torch.int32)),
         *(at(ends, 0, 1, torch.int32), torch.tensor([expert]).int(), torch.tensor([place]).int()),
         *(torch.ones(1, dtype=torch.int32), at(hidden, room, 1, torch.float16), None),
@@ -387,7 +387,7 @@ def test_offsets_pass_2_to_the_31() -> None:
         **activation_constexprs(Activation()),
         **{"K": k, "N": n, "E": num_experts, "NUM_GLOBAL": num_experts, "TOP_K": 1},
         **{
-            "GROUP_SIZE": k,
+            **stack.constexprs,
             "BLOCK_M": 1,
             "BLOCK_N": 64,
             "SPLIT_K": 1,
@@ -413,10 +413,10 @@ def test_offsets_of_partials_pass_2_to_the_31() -> None:
     partials = sparse_memory(room + 4 * num_routes * 2 * n + 2**20)
     launch(
         *(gate_up_kernel, (1, 1, 2), x, stack.words(2), stack.scales.transpose(1, 2).contiguous()),
-        *(None, None, torch.zeros(1, dtype=torch.int32), None, None, *(None,) * 6),
+        *(None, None, None, torch.zeros(1, dtype=torch.int32), None, None, *(None,) * 6),
         *(at(partials, room, 1, torch.float32), k // 4, num_routes),
         **{"ACTIVATION": None, "LIMIT": None, "ALPHA": None, "BETA": None},
-        **{"K": k, "N": n, "E": 1, "NUM_GLOBAL": 1, "TOP_K": 1, "GROUP_SIZE": 128},
+        **{"K": k, "N": n, "E": 1, "NUM_GLOBAL": 1, "TOP_K": 1, **stack.constexprs},
         **{"BLOCK_M": 1, "BLOCK_N": 64, "SPLIT_K": 2, "JOINT": False, "PAIRS": False},
     )
     for span in range(2):
@@ -432,18 +432,19 @@ def test_offsets_of_partials_pass_2_to_the_31() -> None:
 @pytest.mark.parametrize("has_optional", [True, False])
 @pytest.mark.parametrize("is_joint", [True, False])
 def test_empty_work_ends(mode: str, has_optional: bool, is_joint: bool) -> None:
-    absent = set() if mode == "packed" else {8, 9, 10, 11, 12}
-    absent |= {13} if mode == "split" else {14}
-    absent |= set() if has_optional else {3, 4, 6, 7}
-    floats = dict.fromkeys((0, 2, 4, 7, 13), torch.float16)
+    absent = set() if mode == "packed" else {9, 10, 11, 12, 13}
+    absent |= {14} if mode == "split" else {15}
+    absent |= {4} if has_optional else {3, 4, 5, 7, 8}
+    floats = dict.fromkeys((0, 2, 5, 8, 14), torch.float16)
     run_on_nothing(
         gate_up_kernel,
-        num_pointers=15,
+        num_pointers=16,
         num_integers=2,
         absent=absent,
-        dtypes=floats | {1: torch.int16, 3: torch.uint8, 14: torch.float32},
+        dtypes=floats | {1: torch.int16, 3: torch.uint8, 15: torch.float32},
         **activation_constexprs(Activation()),
         **{"K": 6144, "N": 512, "E": 256, "NUM_GLOBAL": 512, "TOP_K": 8, "GROUP_SIZE": 128},
+        **{"ELEMENT": "int4", "DIVIDES": None},
         **{"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 4 if mode == "split" else 1},
         **{"JOINT": is_joint, "PAIRS": False},
     )

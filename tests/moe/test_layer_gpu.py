@@ -9,7 +9,7 @@ from torch import Tensor
 from firesteel.launch import Arena, plan, prewarm
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
-from firesteel.moe.spec import Int4Weights, MoeSpec
+from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.settings import Settings
 from tests.moe.layers import Layer, random_layer
 
@@ -20,10 +20,17 @@ GUARD = 3
 
 
 def _stored(group_size: int, **changes: object) -> dict[str, object]:
-    stored = Int4Weights(group_size=group_size, **changes)  # type: ignore[arg-type]
+    stored = StoredWeights(group_size=group_size, **changes)  # type: ignore[arg-type]
     return {"w13": stored, "w2": stored}
 
 
+def _fp4(element: str, **changes: object) -> dict[str, object]:
+    stored = StoredWeights.fp4(element, **changes)  # type: ignore[arg-type]
+    return {"w13": stored, "w2": stored}
+
+
+# Long enough that the direct way splits its sums.
+LONG = replace(SMALL, hidden_size=2048)
 CASES = {
     "g128": SMALL,
     "g64": replace(SMALL, **_stored(64)),
@@ -46,6 +53,22 @@ CASES = {
     "expert-map": replace(SMALL, num_global_experts=32, top_k=4),
     "weight-on-input": replace(SMALL, weight_on_input=True),
     "one-expert": replace(SMALL, num_experts=1, top_k=1),
+    "mxfp4": replace(SMALL, **_fp4("mxfp4")),
+    "mxfp4-fp16": replace(LONG, dtype="fp16", **_fp4("mxfp4")),
+    "mxfp4-ragged": replace(SMALL, hidden_size=352, intermediate_size=160, **_fp4("mxfp4")),
+    "mxfp4-biased-swiglu": replace(
+        LONG, activation=Activation(name="swigluoai"), **_fp4("mxfp4", has_bias=True)
+    ),
+    "mxfp4-batch-invariant": replace(LONG, batch_invariant=True, **_fp4("mxfp4")),
+    "nvfp4": replace(LONG, **_fp4("nvfp4")),
+    "nvfp4-multiplier": replace(SMALL, **_fp4("nvfp4", global_scale="multiplier")),
+    "nvfp4-fp16": replace(LONG, dtype="fp16", **_fp4("nvfp4")),
+    "nvfp4-ragged": replace(SMALL, hidden_size=368, intermediate_size=144, **_fp4("nvfp4")),
+    "nvfp4-biased-map": replace(
+        LONG, num_global_experts=32, weight_on_input=True, **_fp4("nvfp4", has_bias=True)
+    ),
+    "nvfp4-relu2": replace(SMALL, activation=Activation(name="relu2"), **_fp4("nvfp4")),
+    "int4-and-mxfp4": replace(SMALL, w2=StoredWeights.fp4("mxfp4")),
     "more-than-1024-experts": replace(
         SMALL, hidden_size=128, intermediate_size=32, num_experts=1100, top_k=8, **_stored(32)
     ),

@@ -14,25 +14,29 @@ from firesteel.launch.stub import StubDriver
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.plan import num_blocks, select, tile_of, workspace
-from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
+from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 IDS = (("ids", "i32"),)
 GLM = geometry("glm-5.2", tensor_parallel=4)
+INT4 = {"element": "int4", "group_size": 32, "scale": "bf16", "global_scale": "none"}
 TILES = GLM.tiles.sorted
 
 
 @st.composite
 def specs(draw: st.DrawFn) -> MoeSpec:
     experts = draw(st.sampled_from((1, 2, 7, 8, 60, 128, 1100)))
+    element = draw(st.sampled_from(("int4", "mxfp4", "nvfp4")))
+    int4 = StoredWeights(group_size=32)
+    stored = int4 if element == "int4" else StoredWeights.fp4(element)
     return MoeSpec(
         # Short and long enough to split; whole blocks and tiles of rows, and not.
         hidden_size=draw(st.sampled_from((128, 352, 2048, 2880))),
         intermediate_size=draw(st.sampled_from((32, 160, 512))),
         num_experts=experts,
         top_k=draw(st.integers(1, min(experts, 10))),
-        w13=Int4Weights(group_size=32, has_bias=draw(st.booleans())),
-        w2=Int4Weights(group_size=32),
+        w13=replace(stored, has_bias=draw(st.booleans())),
+        w2=stored,
         activation=draw(st.sampled_from((Activation(), Activation(name="relu2")))),
         weight_on_input=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
@@ -205,6 +209,22 @@ def test_each_named_geometry_plans(name: str) -> None:
     assert all(table.resolve(0) == () for table in made.tables.values())
 
 
+@pytest.mark.parametrize("element", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_each_named_geometry_plans_as_fp4(name: str, element: str) -> None:
+    spec = geometry(name, element=element)
+    made = plan(spec, 300, flags={"ids": ["i32"]})
+    products = [key for key in made.keys if key.name in ("gate_up_kernel", "down_kernel")]
+    assert {dict(key.constexprs)["ELEMENT"] for key in products} == {element}
+    pointers = {name for key in products for name, _ in key.arguments}
+    assert ("global_scale_ptr" in pointers) == (element == "nvfp4")
+    assert {dict(key.arguments)["scales_ptr"] for key in products} == {"*u8@16"}
+    # The same tiles as int4.
+    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4)}
+    int4 = select(replace(spec, **same), 300, IDS)
+    assert [launch.grid for launch in select(spec, 300, IDS)] == [each.grid for each in int4]
+
+
 def test_the_reference_plan_has_few_keys() -> None:
     assert len(plan(GLM, 8192).keys) == 22
     assert len(plan(GLM, 8192, flags={"ids": ["i32"]}).keys) == 15
@@ -237,9 +257,36 @@ def test_ids_that_no_code_reads_make_no_key() -> None:
         ({"num_experts": True}, InvalidArgumentError, "num_experts: got True"),
         ({"top_k": 9}, InvalidArgumentError, "top_k: got 9"),
         ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32'"),
-        ({"w13": Int4Weights(group_size=48)}, UnsupportedError, "w13.group_size: got 48"),
-        ({"w13": Int4Weights(group_size=0)}, UnsupportedError, "w13.group_size: got 0"),
-        ({"w2": Int4Weights(scale="e4m3")}, UnsupportedError, "w2.scale: got 'e4m3'"),
+        ({"w13": StoredWeights(group_size=48)}, UnsupportedError, "w13.group_size: got 48"),
+        ({"w13": StoredWeights(group_size=0)}, UnsupportedError, "w13.group_size: got 0"),
+        ({"w2": StoredWeights(scale="e4m3")}, UnsupportedError, "w2.scale: got 'e4m3'"),
+        ({"w2": StoredWeights(element="int8")}, UnsupportedError, "w2.element: got 'int8'"),
+        ({"w2": StoredWeights(global_scale="divisor")}, UnsupportedError, "w2.global_scale: got"),
+        (
+            {"w13": replace(StoredWeights.fp4("nvfp4"), global_scale="none")},
+            UnsupportedError,
+            "w13.global_scale: got 'none', must be multiplier or divisor of nvfp4",
+        ),
+        (
+            {"w13": replace(StoredWeights.fp4("mxfp4"), group_size=64)},
+            UnsupportedError,
+            "w13.group_size: got 64 for 256 columns, must be 32 of mxfp4",
+        ),
+        (
+            {"w13": replace(StoredWeights.fp4("mxfp4"), scale="bf16")},
+            UnsupportedError,
+            "w13.scale: got 'bf16', must be e8m0 of mxfp4",
+        ),
+        (
+            {"w2": replace(StoredWeights.fp4("nvfp4"), has_zero_points=True)},
+            UnsupportedError,
+            "w2.has_zero_points: got True",
+        ),
+        (
+            {"intermediate_size": 48, "w2": StoredWeights.fp4("mxfp4")},
+            UnsupportedError,
+            "w2.group_size: got 32 for 48 columns",
+        ),
         # 1856 columns are 14.5 groups of 128.
         ({"intermediate_size": 1856}, UnsupportedError, r"w2.group_size: got 128 .* \[32, 64\]"),
     ],
@@ -258,7 +305,7 @@ def test_a_group_that_straddles_two_ranks_is_refused() -> None:
         intermediate_size=640,
         num_experts=8,
         top_k=2,
-        w2=Int4Weights(group_size=128),
+        w2=StoredWeights(group_size=128),
     )
     with pytest.raises(InvalidArgumentError, match="320 columns must be whole scale groups of 128"):
         spec.shard(2)

@@ -5,22 +5,26 @@ from dataclasses import replace
 import pytest
 
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import Int4Weights, MoeSpec, geometry
+from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
 
 PLAIN = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
-ASYMMETRIC = Int4Weights(has_zero_points=True)
+ASYMMETRIC = StoredWeights(has_zero_points=True)
 CHANGES = {
     "": {},
     "batch_invariant": {"batch_invariant": True},
     "weight_on_input": {"weight_on_input": True},
     "no pdl": {"pdl": False},
     "E=8 of 16": {"num_global_experts": 16},
-    "int4-g128/int4-g64": {"w2": Int4Weights(group_size=64)},
+    "int4-g128/int4-g64": {"w2": StoredWeights(group_size=64)},
     "int4-g128/int4-g128-asym": {"w2": ASYMMETRIC},
     "int4-g128-asym/int4-g128": {"w13": ASYMMETRIC},
     "int4-g128-asym ": {"w13": ASYMMETRIC, "w2": ASYMMETRIC},
-    "int4-g128-fp32": {"w13": Int4Weights(scale="fp32")},
-    "int4-g128-bias": {"w13": Int4Weights(has_bias=True)},
+    "int4-g128-fp32": {"w13": StoredWeights(scale="fp32")},
+    "int4-g128-bias": {"w13": StoredWeights(has_bias=True)},
+    "mxfp4 K": {"w13": StoredWeights.fp4("mxfp4"), "w2": StoredWeights.fp4("mxfp4")},
+    "int4-g128/mxfp4-bias": {"w2": StoredWeights.fp4("mxfp4", has_bias=True)},
+    "int4-g128/nvfp4-divisor": {"w2": StoredWeights.fp4("nvfp4")},
+    "int4-g128/nvfp4-multiplier": {"w2": StoredWeights.fp4("nvfp4", global_scale="multiplier")},
     "silu limit=7.0": {"activation": Activation(limit=7.0)},
     "swigluoai": {"activation": Activation(name="swigluoai")},
     "swigluoai alpha=1.5": {"activation": Activation(name="swigluoai", alpha=1.5)},
@@ -39,7 +43,7 @@ def test_no_two_titles_are_alike() -> None:
 
 
 def test_the_type_of_scales_is_named_where_it_is_not_the_layers() -> None:
-    fp16 = Int4Weights(scale="fp16")
+    fp16 = StoredWeights(scale="fp16")
     assert replace(PLAIN, dtype="fp16", w13=fp16, w2=fp16).title.startswith("MoE int4-g128 K=")
     assert replace(PLAIN, dtype="fp16").title.startswith("MoE int4-g128-bf16 K=")
 
@@ -50,3 +54,34 @@ def test_a_rank_keeps_the_bias_so_that_all_ranks_share_a_plan() -> None:
     assert rank.w2.has_bias
     assert rank.intermediate_size == whole.intermediate_size // 2
     assert rank == geometry("gpt-oss-120b", group_size=32, tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (StoredWeights(), 0.515625),
+        (StoredWeights(group_size=32, has_zero_points=True), 0.59375),
+        (StoredWeights.fp4("mxfp4"), 0.53125),
+        (StoredWeights.fp4("nvfp4"), 0.5625),
+    ],
+)
+def test_bytes_a_weight(stored: StoredWeights, expected: float) -> None:
+    assert stored.bytes_per_weight == expected
+
+
+@pytest.mark.parametrize("element", ["mxfp4", "nvfp4"])
+def test_a_model_by_name_is_stored_as_asked(element: str) -> None:
+    spec = geometry("gpt-oss-120b", element=element)
+    assert spec.w13 == spec.w2 == StoredWeights.fp4(element, has_bias=True)
+
+
+def test_operands_of_fp4_are_bytes_and_matrix_wide_scales() -> None:
+    stored = StoredWeights.fp4("nvfp4")
+    operands = replace(PLAIN, w13=stored, w2=stored).operands((("ids", "i32"),))
+    found = {operand.name: (operand.dtype, operand.shape) for operand in operands}
+    assert found["w13.scales"] == ("u8", (8, 16, 256))
+    assert found["w13.global_scale"] == ("fp32", (8, 2))
+    assert found["w2.scales"] == ("u8", (8, 8, 256))
+    assert found["w2.global_scale"] == ("fp32", (8, 1))
+    mxfp4 = replace(PLAIN, w13=StoredWeights.fp4("mxfp4")).operands((("ids", "i32"),))
+    assert not any(operand.name == "w13.global_scale" for operand in mxfp4)

@@ -6,8 +6,8 @@ import torch
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.formats.base import Scheme
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import Int4Weights, MoeSpec, geometry
-from firesteel.moe.supports import moe_spec_of
+from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
+from firesteel.moe.supports import check_scale_range, moe_spec_of
 
 K, N = 256, 128
 UP = Scheme(format="gptq", element="int4", n=N, k=K, group_size=32, scale="fp16")
@@ -37,8 +37,8 @@ def test_every_field_is_taken_from_where_it_stands():
         num_experts=8,
         top_k=2,
         dtype="fp16",
-        w13=Int4Weights(group_size=32, scale="fp16", has_bias=True),
-        w2=Int4Weights(group_size=64, scale="bf16", has_zero_points=True, has_bias=True),
+        w13=StoredWeights(group_size=32, scale="fp16", has_bias=True),
+        w2=StoredWeights(group_size=64, scale="bf16", has_zero_points=True, has_bias=True),
         activation=activation,
         pdl=False,
     )
@@ -60,6 +60,14 @@ def test_a_model_by_name_and_its_schemes_give_one_spec():
     assert spec == geometry("glm-5.2")
 
 
+def test_fp4_schemes_are_taken_as_their_scales_say():
+    mxfp4 = replace(UP, element="e2m1", scale="e8m0")
+    nvfp4 = replace(DOWN, element="e2m1", scale="e4m3", group_size=16, global_scale="multiplier")
+    spec = spec_of(mxfp4, nvfp4)
+    assert spec.w13 == StoredWeights.fp4("mxfp4")
+    assert spec.w2 == StoredWeights.fp4("nvfp4", global_scale="multiplier")
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128, N])
 def test_group_sizes_that_kernels_read(group_size: int):
     spec = spec_of(w2=replace(DOWN, group_size=group_size))
@@ -69,13 +77,15 @@ def test_group_sizes_that_kernels_read(group_size: int):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"element": "int8"}, "gate and up: element is int8, must be int4"),
-        ({"element": "int3"}, "gate and up: element is int3, must be int4"),
-        ({"element": "e2m1", "scale": "e8m0"}, "scales are e8m0, must be one of bf16, fp16, fp32"),
+        ({"element": "int8"}, "gate and up: element is int8, must be int4 or e2m1"),
+        ({"element": "int3"}, "gate and up: element is int3, must be int4 or e2m1"),
+        ({"element": "e2m1"}, "scales are fp16, must be one of e8m0, e4m3 of e2m1"),
+        ({"element": "e2m1", "scale": "e8m0", "group_size": 16}, "got 16 for 256 columns, must be"),
+        ({"element": "e2m1", "scale": "e4m3", "group_size": 16}, "global_scale: got 'none'"),
         ({"scale": "e4m3"}, "scales are e4m3"),
         ({"has_group_index": True}, "gate and up: columns name their group (act-order)"),
         ({"group_size": 16}, "gate and up.group_size: got 16 for 256 columns"),
-        ({"global_scale": "divisor"}, "has a matrix-wide scale (divisor), must have none"),
+        ({"global_scale": "divisor"}, "gate and up.global_scale: got 'divisor', must be none"),
         ({"n": 64}, "matrices are [64, 256], the layer's sizes give [128, 256]"),
     ],
 )
@@ -93,13 +103,11 @@ def test_every_reason_is_given():
     with pytest.raises(UnsupportedError) as caught:
         spec_of(w13, w2, dtype=torch.float32)
     reasons = str(caught.value).removeprefix("no kernel for these experts: ").split("; ")
-    # The group size's own message has a semicolon.
-    assert [reason.partition(":")[0] for reason in reasons if not reason.startswith("of the")] == [
+    # Groups are told right from wrong by the element.
+    assert [reason.partition(":")[0] for reason in reasons] == [
         "dtype",
         "gate and up",
-        "gate and up.group_size",
         "gate and up",
-        "down",
         "down",
     ]
     assert reasons[0] == "dtype: got torch.float32, must be bfloat16 or float16"
@@ -114,3 +122,24 @@ def test_a_hidden_size_whose_rows_are_unaligned_is_refused():
 def test_more_experts_a_token_than_there_are_is_refused():
     with pytest.raises(InvalidArgumentError, match="top_k: got 9, must be at most 8 experts"):
         spec_of(top_k=9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "words"),
+    [
+        (torch.bfloat16, 160, "has a scale of 2**34, must be at most 2**33 in bf16"),
+        (torch.float16, 128, "has a scale of 2**2, must be at most 2**1 in fp16"),
+    ],
+)
+def test_scales_too_large_for_a_kernel_are_refused(dtype: torch.dtype, limit: int, words: str):
+    up, down = (replace(scheme, element="e2m1", scale="e8m0") for scheme in (UP, DOWN))
+    spec = spec_of(up, down, dtype=dtype)
+    good, bad = torch.tensor([[0, limit]]).byte(), torch.tensor([[0, limit + 1]]).byte()
+    check_scale_range(spec, w13=good, w2=good)
+    with pytest.raises(UnsupportedError) as caught:
+        check_scale_range(spec, w13=bad, w2=good)
+    assert str(caught.value) == f"gate and up: {words}"
+    with pytest.raises(UnsupportedError, match="down: has a scale"):
+        check_scale_range(spec, w13=good, w2=bad)
+    # Of int4, and of nvfp4, every scale will do.
+    check_scale_range(spec_of(dtype=dtype), w13=bad, w2=bad)

@@ -48,7 +48,8 @@ RecipeOption = Annotated[
     str | None,
     typer.Option(
         "--recipe",
-        help="How experts are stored: int4-g32, int4-g64 or int4-g128, each also with -asym. "
+        help="How experts are stored: int4-g32, int4-g64 or int4-g128, each also with -asym; mxfp4 "
+        "or nvfp4. "
         "By default int4-g128 with --model, and what the checkpoint has with --checkpoint.",
     ),
 ]

@@ -25,7 +25,7 @@ from firesteel.formats.quantize import parse_recipe
 from firesteel.launch import Plan, plan
 from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import GROUP_SIZES, MoeSpec, geometry
+from firesteel.moe.spec import FP4_FORMATS, GROUP_SIZES, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
 from firesteel.moe.tuning import TileTable
 from firesteel.moe.tuning_file import default_table, find_table
@@ -136,6 +136,8 @@ def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[MoeS
 def _named(model: str, choice: PlanChoice) -> MoeSpec:
     name = choice.recipe or _DEFAULT_RECIPE
     recipe = parse_recipe(name)
+    if name in FP4_FORMATS:
+        return geometry(model, tensor_parallel=choice.tp, element=name)
     if recipe.element != "int4" or recipe.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"recipe: got {name!r}, kernels exist for {RECIPES}")
 

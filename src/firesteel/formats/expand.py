@@ -16,9 +16,19 @@ from torch.nn import functional
 
 from firesteel.formats.base import ELEMENTS, Scheme
 
-__all__ = ["BLOCK_K", "arrange", "is_interleaved", "scaled_numbers"]
+__all__ = [
+    "BLOCK_K",
+    "arrange",
+    "e2m1_codes",
+    "e2m1_words",
+    "is_interleaved",
+    "scaled_numbers",
+]
 
 BLOCK_K = 128
+# Of the planes of an int16 word of E2M1 codes: the bit of the sign, and the lowest of the others.
+_E2M1_SIGNS = (15, 12, 14, 13)
+_E2M1_LOWEST = (6, 3, 0, 9)
 # Columns of a plane, by bits.
 _PLANE_WIDTH = {3: 16, 4: 32, 8: 128}
 # The type with which `index_select` copies the numbers of one word, by their bytes.
@@ -63,6 +73,25 @@ def scaled_numbers(
     wide = numbers.float()
     _by_group(wide, scheme).mul_(_spread(scales, scheme))
     return wide.to(dtype).flatten(-2)
+
+
+def e2m1_words(planes: Tensor) -> Tensor:
+    """E2M1 codes `[..., 4, w]` uint8 to int16 words `[..., w]`."""
+    shape = (*planes.shape[:-2], planes.shape[-1])
+    words = torch.zeros(shape, dtype=torch.int16, device=planes.device)
+    for plane, (sign, lowest) in enumerate(zip(_E2M1_SIGNS, _E2M1_LOWEST, strict=True)):
+        codes = planes[..., plane, :].short()
+        words |= ((codes >> 3) << sign) | ((codes & 7) << lowest)
+    return words
+
+
+def e2m1_codes(words: Tensor) -> Tensor:
+    """The inverse of `e2m1_words`: `[..., 4, w]` uint8."""
+    planes = [
+        (((words >> sign) & 1) << 3) | ((words >> lowest) & 7)
+        for sign, lowest in zip(_E2M1_SIGNS, _E2M1_LOWEST, strict=True)
+    ]
+    return torch.stack(planes, dim=-2).to(torch.uint8)
 
 
 def _scales_a_block(scheme: Scheme) -> int:
@@ -127,12 +156,13 @@ def _look_up(table: Tensor, words: Tensor, num_planes: int, dtype: torch.dtype) 
 def _word_table(element: str, zero_point: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`[65536, planes]`: the numbers of each int16 word; of 3 bits, what the low two bits say."""
     kind = ELEMENTS[element]
+    words = torch.arange(1 << 16, device=device)
+    if kind.values is not None:
+        codes = e2m1_codes(words.unsqueeze(1)).squeeze(2).long()
+        return torch.tensor(kind.values, dtype=dtype, device=device)[codes]
     bits = 2 if kind.bits == 3 else kind.bits
-    shifts = torch.arange(0, 16, bits, device=device)
-    codes = (torch.arange(1 << 16, device=device).unsqueeze(1) >> shifts) & ((1 << bits) - 1)
-    if kind.values is None:
-        return (codes - zero_point).to(dtype)
-    return torch.tensor(kind.values, dtype=dtype, device=device)[codes]
+    codes = (words.unsqueeze(1) >> torch.arange(0, 16, bits, device=device)) & ((1 << bits) - 1)
+    return (codes - zero_point).to(dtype)
 
 
 @lru_cache(maxsize=8)

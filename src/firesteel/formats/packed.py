@@ -1,4 +1,4 @@
-"""The one form in which firesteel holds quantised weights in memory, for every code width.
+"""The one form in which firesteel holds quantised weights in memory, for every element.
 
 A row of codes is cut into blocks of 128 columns (the last one padded with zero codes); a block of
 `bits`-bit codes is `16 * bits` bytes. Inside a block codes are laid out in planes, so that one
@@ -42,6 +42,7 @@ from torch.nn import functional
 
 from firesteel.errors import CheckpointError
 from firesteel.formats.base import (
+    ELEMENTS,
     SCALE_DTYPES,
     Divisor,
     GlobalScale,
@@ -50,7 +51,13 @@ from firesteel.formats.base import (
     Scheme,
     scales_to_float,
 )
-from firesteel.formats.expand import BLOCK_K, arrange, scaled_numbers
+from firesteel.formats.expand import (
+    BLOCK_K,
+    arrange,
+    e2m1_codes,
+    e2m1_words,
+    scaled_numbers,
+)
 
 __all__ = [
     "TILE_ROWS",
@@ -78,23 +85,28 @@ def packed_bytes(scheme: Scheme) -> int:
     return codes + scheme.n * scheme.num_groups * group + matrix
 
 
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, element: str) -> Tensor:
     """Codes `[..., k]` uint8 to plane blocks `[..., ceil(k / 128), 16 * bits]` uint8.
 
     In a block, with column c of 0..127:
-        8 bit  byte c is code c.
-        4 bit  int16 word j of 32, plane p of 4: bits 4p.. hold column 32p + j.
-        3 bit  int16 word j of 16, plane p of 8: bits 2p.. hold the low two bits of column 16p + j;
-               then byte j of 16, bit p holds the high bit of column 16p + j.
+        int8  byte c is code c.
+        int4  int16 word j of 32, plane p of 4: bits 4p.. hold column 32p + j.
+        e2m1  the same words and planes, but of column 32p + j the sign is bit (15, 12, 14, 13)[p]
+              of word j, and the other three bits start at bit (6, 3, 0, 9)[p]. A kernel needs them
+              where a bf16 has its own; so of half the planes one shift, or none, is enough.
+        int3  int16 word j of 16, plane p of 8: bits 2p.. hold the low two bits of column 16p + j;
+              then byte j of 16, bit p holds the high bit of column 16p + j.
     Words are little-endian.
     """
-    k = codes.shape[-1]
+    bits, k = ELEMENTS[element].bits, codes.shape[-1]
     num_blocks = -(-k // BLOCK_K)
     if num_blocks * BLOCK_K != k:
         codes = functional.pad(codes, (0, num_blocks * BLOCK_K - k))
     planes = codes.reshape(*codes.shape[:-1], num_blocks, _PLANES[bits], -1)
     if bits == 8:
         return planes.squeeze(-2).contiguous()
+    if element == "e2m1":
+        return e2m1_words(planes).view(torch.uint8)
     if bits == 4:
         # [..., B, 4, 32]: the low byte of a word has planes 0 and 1, the high byte 2 and 3.
         pairs = planes[..., 0::2, :] | (planes[..., 1::2, :] << 4)
@@ -108,11 +120,14 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     return torch.cat([words.transpose(-1, -2).flatten(-2), high], dim=-1)
 
 
-def unpack_codes(packed: Tensor, bits: int, k: int) -> Tensor:
+def unpack_codes(packed: Tensor, element: str, k: int) -> Tensor:
     """The inverse of `pack_codes`: `[..., k]` uint8."""
+    bits = ELEMENTS[element].bits
     if bits == 8:
         return packed.flatten(-2)[..., :k]
-    if bits == 4:
+    if element == "e2m1":
+        planes = e2m1_codes(packed.view(torch.int16))
+    elif bits == 4:
         pairs = packed.unflatten(-1, (32, 2)).transpose(-1, -2)
         planes = torch.stack([pairs & 15, pairs >> 4], dim=-2)
     else:
@@ -122,7 +137,7 @@ def unpack_codes(packed: Tensor, bits: int, k: int) -> Tensor:
         high = (packed[..., None, 32:] >> shift[:, None]) & 1
         planes = low.flatten(-3, -2) | (high << 2)
     # [..., B, planes, columns of a plane] in column order, then one row.
-    return planes.flatten(-3 if bits == 3 else -4)[..., :k]
+    return planes.flatten(-4 if element == "int4" else -3)[..., :k]
 
 
 def tile_rows(blocks: Tensor) -> Tensor:
@@ -218,7 +233,7 @@ class PackedWeights(WeightStack):
             order = self._order(matrix.group_index)
             codes = codes[:, order]
             self.column_order[index, part] = order.to(self.column_order)
-        blocks = pack_codes(codes, scheme.bits).to(self.codes.device)
+        blocks = pack_codes(codes, scheme.element).to(self.codes.device)
         tiles, num_whole = self.codes[index, part], scheme.n // TILE_ROWS
         # Apart, so that padding the last tile copies no other.
         tiles[:num_whole] = tile_rows(blocks[: num_whole * TILE_ROWS])
@@ -249,7 +264,7 @@ class PackedWeights(WeightStack):
 
     def _unpack(self, tiles: Tensor) -> Tensor:
         """Codes `[..., n, k]` of tiles: rows are put in order as codes widen, not by a copy."""
-        codes = unpack_codes(tiles.transpose(-3, -2), self.scheme.bits, self.scheme.k)
+        codes = unpack_codes(tiles.transpose(-3, -2), self.scheme.element, self.scheme.k)
         return codes.flatten(-3, -2)[..., : self.scheme.n, :]
 
     @torch.no_grad()

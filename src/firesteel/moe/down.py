@@ -1,13 +1,13 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
 # ruff: noqa: ANN001, ANN201
-"""FC2 of the MoE layer: the down product of int4 weights, one row a route."""
+"""FC2 of the MoE layer: the down product of 4-bit weights, one row a route."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import add_block, find_tile, load_columns, word_offsets
+from firesteel.moe.tile import add_block, find_tile, fp4_unit, load_columns, word_offsets
 
 __all__ = ["down_kernel"]
 
@@ -20,6 +20,7 @@ def down_kernel(
     codes_ptr,
     scales_ptr,
     zero_points_ptr,
+    global_scale_ptr,
     bias_ptr,
     topk_ids_ptr,
     expert_map_ptr,
@@ -34,7 +35,9 @@ def down_kernel(
     N: tl.constexpr,
     E: tl.constexpr,
     NUM_GLOBAL: tl.constexpr,
+    ELEMENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    DIVIDES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
@@ -46,8 +49,9 @@ def down_kernel(
     name         shape                        dtype        layout      traffic
     hidden       [R, N]                       fp           contiguous  read K / BLOCK_N times
     codes        [E, K/64, N/128, 64, 32]     int16        contiguous  a tile's expert, once
-    scales       [E, G, K]                    fp           contiguous  as codes
+    scales       [E, G, K]                    fp or uint8  contiguous  as codes
     zero_points  [E, G, K]                    uint8        contiguous  as codes; None: 8
+    global_scale [E, 1]                       fp32         contiguous  as codes; or None
     bias         [E, K]                       fp           contiguous  as codes; or None
     topk_ids     [R]                          int32/int64  contiguous  read in direct mode
     expert_map   [NUM_GLOBAL]                 int32        contiguous  likewise; or None
@@ -62,8 +66,9 @@ def down_kernel(
     Grid      (ceil(K / (BLOCK_N * SPAN)), tiles), with R tiles in direct mode; tiles past the last
               return.
     Key       dtypes, which pointers are None, constexprs.
-    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; one
-              rounding to hidden's dtype. A row's bits do not depend on other rows.
+    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; of FP4 one
+              sum, of exact weights (`fp4_scales`), scaled; one rounding to hidden's dtype. A row's
+              bits do not depend on other rows.
     Bytes     tiles * K * (N/2 + G * bytes of a scale) + 2*R*K + 2*R*N * ceil(K / BLOCK_N)
     Range     offsets between rows and experts are int64; within an expert int32.
     Oracle    down_reference
@@ -75,9 +80,7 @@ def down_kernel(
     PADDED: tl.constexpr = (K + 63) // 64 * 64
     tl.static_assert(PADDED * NUM_BLOCKS * 32 < 2**31)
     tl.static_assert(BLOCK_N % 64 == 0)
-    tl.static_assert(
-        GROUP_SIZE == 32 or GROUP_SIZE == 64 or GROUP_SIZE % 128 == 0 or GROUP_SIZE == N
-    )
+    tl.static_assert(GROUP_SIZE == N or GROUP_SIZE % 128 == 0 or GROUP_SIZE <= 64)
     expert, first, num_rows = find_tile(
         topk_ids_ptr,
         expert_map_ptr,
@@ -131,9 +134,13 @@ def down_kernel(
             N,
             K,
             GROUP_SIZE,
+            ELEMENT,
             PAIRS,
         )
         if block == NUM_BLOCKS - 1:
+            if ELEMENT != "int4":
+                dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+                acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + expert * K + k, mask=k < K, other=0.0)
                 acc += bias.to(tl.float32)[:, None]

@@ -1,6 +1,8 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
-# ruff: noqa: ANN001, ANN201
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202
 """FC2 of the MoE layer on Hopper where experts have many rows; `down_kernel` is its twin."""
 
 from triton.experimental import gluon

@@ -1,13 +1,13 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202
-"""FC1 of the MoE layer: gate and up products of int4 weights, and the activation between them."""
+"""FC1 of the MoE layer: gate and up products of 4-bit weights, and the activation between them."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import activate, add_block, find_tile, load_columns, word_offsets
+from firesteel.moe.tile import activate, add_block, find_tile, fp4_unit, load_columns, word_offsets
 
 __all__ = ["gate_up_kernel"]
 
@@ -16,7 +16,7 @@ __all__ = ["gate_up_kernel"]
 def joint_products(
     x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
     K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Gate and up products of blocks start..end, as one left operand: each has warps of its own."""
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
@@ -39,7 +39,7 @@ def joint_products(
         x3 = load_columns(x_rows, is_row, block * 128, 3, K)
         acc = add_block(
             acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
-            x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, PAIRS,
+            x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, ELEMENT, PAIRS,
         )  # fmt: skip
     gate, up = acc, acc
     if PARTS == 2:
@@ -51,7 +51,7 @@ def joint_products(
 def parted_products(
     x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
     K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
+    ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Gate and up products of blocks start..end, one after the other by all warps."""
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
@@ -71,15 +71,28 @@ def parted_products(
         x3 = load_columns(x_rows, is_row, block * 128, 3, K)
         gate = add_block(
             gate, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block,
-            x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, PAIRS,
+            x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, ELEMENT, PAIRS,
         )  # fmt: skip
         if PARTS == 2:
             # Up rows come N rows after their gate rows.
             up = add_block(
                 up, codes_ptrs + PADDED * NUM_BLOCKS * 32, scales_ptrs + N,
                 None if zeros_ptrs is None else zeros_ptrs + N, is_out, is_tile, block,
-                x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, PAIRS,
+                x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, ELEMENT, PAIRS,
             )  # fmt: skip
+    return gate, up
+
+
+@triton.jit
+def in_units(
+    gate, up, global_scale_ptr, expert, dtype: tl.constexpr, PARTS: tl.constexpr,
+    ELEMENT: tl.constexpr, DIVIDES: tl.constexpr,
+):  # fmt: skip
+    """Sums of `add_block` times what they lack, which gate and up each have of their own."""
+    if ELEMENT != "int4":
+        gate *= fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
+        if PARTS == 2:
+            up *= fp4_unit(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
     return gate, up
 
 
@@ -92,6 +105,7 @@ def gate_up_kernel(
     codes_ptr,
     scales_ptr,
     zero_points_ptr,
+    global_scale_ptr,
     bias_ptr,
     topk_ids_ptr,
     expert_map_ptr,
@@ -110,7 +124,9 @@ def gate_up_kernel(
     E: tl.constexpr,
     NUM_GLOBAL: tl.constexpr,
     TOP_K: tl.constexpr,
+    ELEMENT: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    DIVIDES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -127,8 +143,9 @@ def gate_up_kernel(
     name          shape                dtype        layout            traffic
     x             [M, K]               fp           unit last stride  read ceil(N / BLOCK_N) times
     codes         [E, P, N/64, K/128, 64, 32]  int16  contiguous      a tile's expert, once
-    scales        [E, G, P*N]          fp           contiguous        as codes
+    scales        [E, G, P*N]          fp or uint8  contiguous        as codes
     zero_points   [E, G, P*N]          uint8        contiguous        as codes; None: 8
+    global_scale  [E, P]               fp32         contiguous        as codes; or None
     bias          [E, P*N]             fp           contiguous        as codes; or None
     topk_ids      [R]                  int32/int64  contiguous        read in direct mode
     expert_map    [NUM_GLOBAL]         int32        contiguous        likewise; or None
@@ -147,8 +164,9 @@ def gate_up_kernel(
     Grid      (ceil(N / BLOCK_N), tiles, SPLIT_K), with R tiles in direct mode; tiles past the last
               return.
     Key       dtypes, which pointers are None, constexprs.
-    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; activation
-              in fp32; one rounding to x's dtype. A row's bits do not depend on other rows.
+    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; of FP4 one
+              sum, of exact weights (`fp4_scales`), scaled; activation in fp32; one rounding to x's
+              dtype. A row's bits do not depend on other rows.
     Bytes     tiles * P*N * (K/2 + G * bytes of a scale) + 2*R*N + 2*R*K * ceil(N / BLOCK_N)
     Range     offsets between rows and experts are int64; within an expert int32.
     Oracle    gate_up_reference
@@ -165,9 +183,7 @@ def gate_up_kernel(
     UNIT: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     tl.static_assert(PARTS * PART < 2**31)
     tl.static_assert(BLOCK_N % 64 == 0)
-    tl.static_assert(
-        GROUP_SIZE == 32 or GROUP_SIZE == 64 or GROUP_SIZE % 128 == 0 or GROUP_SIZE == K
-    )
+    tl.static_assert(GROUP_SIZE == K or GROUP_SIZE % 128 == 0 or GROUP_SIZE <= 64)
     expert, first, num_rows = find_tile(
         topk_ids_ptr,
         expert_map_ptr,
@@ -200,13 +216,15 @@ def gate_up_kernel(
     if JOINT:
         gate, up = joint_products(
             x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
-            K, N, PARTS, GROUP_SIZE, BLOCK_M, BLOCK_N, PAIRS,
+            K, N, PARTS, GROUP_SIZE, ELEMENT, BLOCK_M, BLOCK_N, PAIRS,
         )  # fmt: skip
     else:
         gate, up = parted_products(
             x_rows, is_row, codes_ptr, scales_ptr, zero_points_ptr, start, end,
-            K, N, PARTS, GROUP_SIZE, BLOCK_M, BLOCK_N, PAIRS,
+            K, N, PARTS, GROUP_SIZE, ELEMENT, BLOCK_M, BLOCK_N, PAIRS,
         )  # fmt: skip
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    gate, up = in_units(gate, up, global_scale_ptr, expert, dtype, PARTS, ELEMENT, DIVIDES)
     mask = is_row[:, None] & (n < N)[None, :]
     if partials_ptr is not None:
         partials_ptrs = partials_ptr + (span * R + places)[:, None] * ROWS + n[None, :]

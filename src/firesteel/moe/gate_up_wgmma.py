@@ -1,6 +1,8 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
-# ruff: noqa: ANN001, ANN201
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202
 """FC1 of the MoE layer on Hopper where experts have many rows; `gate_up_kernel` is its twin."""
 
 from triton.experimental import gluon
@@ -16,9 +18,9 @@ __all__ = ["gate_up_wgmma_kernel"]
 
 @gluon.jit
 def act_and_store(
-    acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, START: gl.constexpr,
-    N: gl.constexpr, PARTS: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
-    ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows,
+    START: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows of hidden from products `[PARTS * BLOCK_N, routes]` of routes START.. of a tile."""
     ROUTES: gl.constexpr = acc.shape[1]

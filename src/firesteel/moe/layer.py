@@ -30,14 +30,19 @@ def operand_tensors(
     """The tensors of a layer that `Ready.bind` wants, by name: views, nothing is copied.
 
     Args:
-        w13, w2: int4 stacks `[E, 2N, K]` and `[E, K, N]`, as `firesteel.formats.packed` holds them.
+        w13, w2: stacks `[E, 2N, K]` and `[E, K, N]`, as `firesteel.formats.packed` holds them.
         bias13, bias2: `[E, 2N]` and `[E, K]` in the layer's dtype.
         expert_map: `[num_global_experts]` int32.
     """
     found: dict[str, Tensor] = {}
     for name, stack, bias in (("w13", w13, bias13), ("w2", w2, bias2)):
         found[f"{name}.codes"] = stack.codes.view(torch.int16)
-        found[f"{name}.scales"] = stack.scales.view(SCALE_DTYPES[stack.scheme.scale])
+        # One-byte scales go as bytes, which is what they are held as.
+        is_byte = stack.scales.dtype == torch.uint8
+        scales = stack.scales if is_byte else stack.scales.view(SCALE_DTYPES[stack.scheme.scale])
+        found[f"{name}.scales"] = scales
+        if stack.global_scale is not None:
+            found[f"{name}.global_scale"] = stack.global_scale.view(torch.float32)
         if stack.zero_points is not None:
             found[f"{name}.zero_points"] = stack.zero_points
         if bias is not None:

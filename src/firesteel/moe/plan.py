@@ -30,7 +30,7 @@ from firesteel.moe.gate_up import gate_up_kernel
 from firesteel.moe.route import count_kernel, place_kernel, scatter_kernel
 
 if TYPE_CHECKING:
-    from firesteel.moe.spec import Int4Weights, MoeSpec
+    from firesteel.moe.spec import MoeSpec, StoredWeights
     from firesteel.moe.tuning import Tile
 
 __all__ = ["KERNELS", "num_blocks", "select", "tile_of", "workspace"]
@@ -42,14 +42,16 @@ GATE_UP = Kernel(gate_up_kernel)
 ACTIVATE = Kernel(activate_kernel)
 DOWN = Kernel(down_kernel)
 COMBINE = Kernel(combine_kernel)
-KERNELS = [COUNT, PLACE, SCATTER, GATE_UP, ACTIVATE, DOWN, COMBINE]
+_PORTABLE = (COUNT, PLACE, SCATTER, GATE_UP, ACTIVATE, DOWN, COMBINE)
+_HOPPER: tuple[Kernel, ...] = ()
 if has_gluon():
     from firesteel.moe.down_wgmma import down_wgmma_kernel
     from firesteel.moe.gate_up_wgmma import gate_up_wgmma_kernel
 
     GATE_UP_WGMMA = Kernel(gate_up_wgmma_kernel)
     DOWN_WGMMA = Kernel(down_wgmma_kernel)
-    KERNELS += [GATE_UP_WGMMA, DOWN_WGMMA]
+    _HOPPER = (GATE_UP_WGMMA, DOWN_WGMMA)
+KERNELS = (*_PORTABLE, *_HOPPER)
 
 
 MAX_HISTOGRAM = 4096
@@ -75,8 +77,9 @@ def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
 
 
 def _has_wgmma(spec: MoeSpec) -> bool:
-    """Whether the kernels that only Hopper runs read such weights: scales of the layer's type."""
-    return spec.wgmma and spec.w13.scale == spec.w2.scale == spec.dtype
+    """Whether Hopper's own kernels read such weights: int4 with scales of the layer's type."""
+    stored = (spec.w13, spec.w2)
+    return spec.wgmma and all(s.element == "int4" and s.scale == spec.dtype for s in stored)
 
 
 def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:
@@ -400,14 +403,16 @@ def _power_of_two(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def _sizes(spec: MoeSpec, stored: Int4Weights, ids: str | None) -> dict[str, Constexpr]:
+def _sizes(spec: MoeSpec, stored: StoredWeights, ids: str | None) -> dict[str, Constexpr]:
     """Sizes that a matrix kernel reads; the number of experts only where it reads ids."""
     return {
         "K": spec.hidden_size,
         "N": spec.intermediate_size,
         "E": spec.num_experts if ids else None,
         "NUM_GLOBAL": spec.num_global_experts if ids else None,
+        "ELEMENT": stored.element,
         "GROUP_SIZE": stored.group_size,
+        "DIVIDES": None if stored.global_scale == "none" else stored.global_scale == "divisor",
         "PDL": spec.pdl,
     }
 
@@ -455,19 +460,22 @@ def _tile(spec: MoeSpec, ids: str | None) -> dict[str, Argument]:
     return {"topk_ids_ptr": "topk_ids", **_map(spec)}
 
 
-def _weight_types(spec: MoeSpec, stored: Int4Weights) -> dict[str, str | None]:
+def _weight_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
     return {
         "codes_ptr": "*i16",
-        "scales_ptr": f"*{stored.scale}",
+        "scales_ptr": f"*{stored.operand_scale}",
         "zero_points_ptr": "*u8" if stored.has_zero_points else None,
+        "global_scale_ptr": None if stored.global_scale == "none" else "*fp32",
         "bias_ptr": f"*{spec.dtype}" if stored.has_bias else None,
     }
 
 
-def _weights(stored: Int4Weights, name: str) -> dict[str, Argument]:
+def _weights(stored: StoredWeights, name: str) -> dict[str, Argument]:
     found: dict[str, Argument] = {"codes_ptr": f"{name}.codes", "scales_ptr": f"{name}.scales"}
     if stored.has_zero_points:
         found["zero_points_ptr"] = f"{name}.zero_points"
+    if stored.global_scale != "none":
+        found["global_scale_ptr"] = f"{name}.global_scale"
     if stored.has_bias:
         found["bias_ptr"] = f"{name}.bias"
     return found

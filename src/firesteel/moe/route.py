@@ -1,5 +1,5 @@
 # pyright: basic
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202
 """Routing: routes sorted by expert, and the table of tiles that the weight kernels work through.
 

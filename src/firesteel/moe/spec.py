@@ -11,10 +11,10 @@ from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
 from firesteel.launch.binary import has_gluon, supports_dependent_launch, supports_wgmma
 from firesteel.moe.activation import Activation
-from firesteel.moe.tuning import LayerTiles, TileTable, layer_tiles
+from firesteel.moe.tuning import LayerTiles, TileTable, layer_tiles, recipe_name
 from firesteel.moe.tuning_file import default_table
 
-__all__ = ["GEOMETRIES", "ID_DTYPES", "Int4Weights", "MoeSpec", "check_weights", "geometry"]
+__all__ = ["GEOMETRIES", "ID_DTYPES", "MoeSpec", "StoredWeights", "check_weights", "geometry"]
 
 ID_DTYPES = ("i32", "i64")
 GROUP_SIZES = (32, 64, 128)
@@ -25,23 +25,58 @@ TILE_ROWS = 64
 MAX_EXPERTS = 2048
 _DTYPES = ("bf16", "fp16")
 _SCALES = ("bf16", "fp16", "fp32")
+FP4_FORMATS = {"mxfp4": (32, "e8m0"), "nvfp4": (16, "e4m3")}
+"""Elements of E2M1 codes: columns that share a scale, and the type of the scales."""
+_GLOBAL_SCALES = {"int4": ("none",), "mxfp4": ("none",), "nvfp4": ("multiplier", "divisor")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Weights:
-    """How a stack of int4 matrices is stored.
+class StoredWeights:
+    """How a stack of matrices of 4-bit codes is stored.
 
     Fields
-        group_size       columns that share a scale: 32, 64, or a multiple of 128
-        scale            type of the scales: bf16, fp16 or fp32
-        has_zero_points  stored zero points; else the zero point is 8
+        element          int4; or mxfp4 or nvfp4, whose codes are E2M1
+        group_size       columns that share a scale: 32, 64, or a multiple of 128 for int4, 32 for
+                         mxfp4, 16 for nvfp4
+        scale            their type: bf16, fp16 or fp32 for int4, e8m0 for mxfp4, e4m3 for nvfp4
+        has_zero_points  stored zero points; else int4's is 8
         has_bias         a bias a row, in the layer's dtype
+        global_scale     what the fp32 scale of each nvfp4 matrix is: multiplier or divisor; else
+                         none
     """
 
+    element: str = "int4"
     group_size: int = 128
     scale: str = "bf16"
     has_zero_points: bool = False
     has_bias: bool = False
+    global_scale: str = "none"
+
+    @classmethod
+    def fp4(
+        cls, element: str, *, global_scale: str | None = None, has_bias: bool = False
+    ) -> StoredWeights:
+        """Stored as mxfp4 or nvfp4 is; `global_scale` of nvfp4 is a divisor by default."""
+        group_size, scale = FP4_FORMATS[element]
+        usual = "divisor" if element == "nvfp4" else "none"
+        return cls(
+            element=element,
+            group_size=group_size,
+            scale=scale,
+            has_bias=has_bias,
+            global_scale=global_scale or usual,
+        )
+
+    @property
+    def operand_scale(self) -> str:
+        """The type of the scales as kernels are given them: those of FP4 are bytes."""
+        return "u8" if self.element in FP4_FORMATS else self.scale
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Of codes, scales and zero points in memory, padding left out."""
+        scale = {"bf16": 2, "fp16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1}[self.scale]
+        return 0.5 + (scale + self.has_zero_points) / self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +105,8 @@ class MoeSpec:
     num_experts: int
     top_k: int
     dtype: str = "bf16"
-    w13: Int4Weights = field(default_factory=Int4Weights)
-    w2: Int4Weights = field(default_factory=Int4Weights)
+    w13: StoredWeights = field(default_factory=StoredWeights)
+    w2: StoredWeights = field(default_factory=StoredWeights)
     activation: Activation = field(default_factory=Activation)
     num_global_experts: int | None = None
     weight_on_input: bool = False
@@ -149,7 +184,8 @@ class MoeSpec:
         """
         stored = self.w13
         sizes = (self.hidden_size, self.intermediate_size)
-        return layer_tiles(self.table, *sizes, stored.group_size, stored.has_zero_points)
+        recipe = recipe_name(stored.element, stored.group_size, stored.has_zero_points)
+        return layer_tiles(self.table, *sizes, recipe)
 
     def shard(self, tensor_parallel: int) -> MoeSpec:
         """The layer of one rank of so many, whose outputs are summed.
@@ -213,15 +249,19 @@ class MoeSpec:
             ),
         )
 
-    def _weights(self, name: str, stored: Int4Weights, parts: int, n: int, k: int) -> list[Operand]:
+    def _weights(
+        self, name: str, stored: StoredWeights, parts: int, n: int, k: int
+    ) -> list[Operand]:
         """A stack of `parts` matrices `[n, k]` an expert, as `firesteel.formats.packed` has it."""
         e, rows, groups = self.num_experts, parts * n, k // stored.group_size
         num_tiles, num_blocks = -(-n // TILE_ROWS), -(-k // BLOCK_K)
         found = [
             # Words of four codes: tile of rows, block of columns, row of the tile, 32 words of it.
             Operand(f"{name}.codes", "i16", (e, parts, num_tiles, num_blocks, TILE_ROWS, 32)),
-            Operand(f"{name}.scales", stored.scale, (e, groups, rows)),
+            Operand(f"{name}.scales", stored.operand_scale, (e, groups, rows)),
         ]
+        if stored.global_scale != "none":
+            found.append(Operand(f"{name}.global_scale", "fp32", (e, parts)))
         if stored.has_zero_points:
             found.append(Operand(f"{name}.zero_points", "u8", (e, groups, rows)))
         if stored.has_bias:
@@ -248,11 +288,18 @@ class MoeSpec:
         return {**found, "table": {"name": self.table.name, "digest": self.table.digest}}
 
 
-def _kind(stored: Int4Weights, dtype: str) -> str:
-    """`int4-g128-asym-fp32-bias`; the type of scales only where it is not the layer's."""
-    words = [f"int4-g{stored.group_size}"]
-    words += ["asym"] * stored.has_zero_points
-    words += [stored.scale] * (stored.scale != dtype)
+def _kind(stored: StoredWeights, dtype: str) -> str:
+    """`int4-g128-asym-fp32-bias`; the type of scales only where it is not the layer's.
+
+    Of FP4 `mxfp4` or `nvfp4-divisor`, which give the group and the type of scales.
+    """
+    if stored.element in FP4_FORMATS:
+        words = [stored.element]
+        words += [stored.global_scale] * (stored.global_scale != "none")
+    else:
+        words = [f"{stored.element}-g{stored.group_size}"]
+        words += ["asym"] * stored.has_zero_points
+        words += [stored.scale] * (stored.scale != dtype)
     words += ["bias"] * stored.has_bias
     return "-".join(words)
 
@@ -262,7 +309,47 @@ def _check_size(name: str, value: object) -> None:
         raise InvalidArgumentError(f"{name}: got {value!r}, must be a positive integer")
 
 
-def check_weights(name: str, stored: Int4Weights, k: int) -> None:
+def check_weights(name: str, stored: StoredWeights, k: int) -> None:
+    """The element, group, scales and zero points of a matrix of k columns go together.
+
+    Raises
+        UnsupportedError: they do not, or no kernel reads them.
+    """
+    element = stored.element
+    if element not in _GLOBAL_SCALES:
+        raise UnsupportedError(
+            f"{name}.element: got {element!r}, must be one of {', '.join(_GLOBAL_SCALES)}"
+        )
+    allowed = _GLOBAL_SCALES[element]
+    if stored.global_scale not in allowed:
+        raise UnsupportedError(
+            f"{name}.global_scale: got {stored.global_scale!r}, must be {' or '.join(allowed)} of "
+            f"{element}"
+        )
+    if element in FP4_FORMATS:
+        _check_fp4(name, stored, k)
+    else:
+        _check_int4(name, stored, k)
+
+
+def _check_fp4(name: str, stored: StoredWeights, k: int) -> None:
+    group_size, scale = FP4_FORMATS[stored.element]
+    if stored.group_size != group_size or k % group_size:
+        raise UnsupportedError(
+            f"{name}.group_size: got {stored.group_size} for {k} columns, must be {group_size} of "
+            f"{stored.element}, and divide them"
+        )
+    if stored.scale != scale:
+        raise UnsupportedError(
+            f"{name}.scale: got {stored.scale!r}, must be {scale} of {stored.element}"
+        )
+    if stored.has_zero_points:
+        raise UnsupportedError(
+            f"{name}.has_zero_points: got True, must be False of {stored.element}"
+        )
+
+
+def _check_int4(name: str, stored: StoredWeights, k: int) -> None:
     group_size = stored.group_size
     fits = group_size in GROUP_SIZES or group_size == k or group_size % BLOCK_K == 0
     if group_size <= 0 or not fits or k % group_size:
@@ -307,9 +394,17 @@ _WITH_BIAS = ("gpt-oss-120b",)
 
 @lru_cache(maxsize=64)
 def geometry(
-    name: str, *, tensor_parallel: int = 1, group_size: int = 128, has_zero_points: bool = False
+    name: str,
+    *,
+    tensor_parallel: int = 1,
+    element: str = "int4",
+    group_size: int = 128,
+    has_zero_points: bool = False,
 ) -> MoeSpec:
-    """The layer of a model by name, int4 with bf16 scales.
+    """The layer of a model by name: int4 with bf16 scales, or mxfp4 or nvfp4 as they are.
+
+    Args:
+        group_size, has_zero_points: of int4; the others have their own.
 
     Raises
         InvalidArgumentError: no such model, or it cannot be split so.
@@ -317,7 +412,14 @@ def geometry(
     """
     if name not in GEOMETRIES:
         raise InvalidArgumentError(f"model: got {name!r}, must be one of {', '.join(GEOMETRIES)}")
-    stored = Int4Weights(
-        group_size=group_size, has_zero_points=has_zero_points, has_bias=name in _WITH_BIAS
-    )
+    has_bias = name in _WITH_BIAS
+    if element in FP4_FORMATS:
+        stored = StoredWeights.fp4(element, has_bias=has_bias)
+    else:
+        stored = StoredWeights(
+            element=element,
+            group_size=group_size,
+            has_zero_points=has_zero_points,
+            has_bias=has_bias,
+        )
     return MoeSpec(**GEOMETRIES[name], w13=stored, w2=stored).shard(tensor_parallel)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from firesteel.errors import UnsupportedError
 from firesteel.formats.base import Scheme
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import Int4Weights, MoeSpec, check_weights
+from firesteel.moe.spec import MoeSpec, StoredWeights, check_weights
 
-__all__ = ["RECIPES", "moe_spec_of"]
+__all__ = ["RECIPES", "check_scale_range", "moe_spec_of"]
 
-RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym"
+RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym, mxfp4 and nvfp4"
 """The recipes that kernels exist for, in words for error messages."""
 
+MAX_E8M0 = {"bf16": 160, "fp16": 128}
+"""The largest MXFP4 scale byte whose weights are numbers in a kernel, by the layer's dtype."""
+
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_SCALES = ("bf16", "fp16", "fp32")
+_SCALES = {"int4": ("bf16", "fp16", "fp32"), "e2m1": ("e8m0", "e4m3")}
 
 
 def moe_spec_of(
@@ -63,12 +67,32 @@ def moe_spec_of(
     )
 
 
-def _stored(scheme: Scheme, has_bias: bool) -> Int4Weights:
-    return Int4Weights(
+def check_scale_range(spec: MoeSpec, *, w13: Tensor, w2: Tensor) -> None:
+    """The scales of a layer, as kernels are given them, are not too large for its dtype.
+
+    Only those of MXFP4 can be: 2**33 is the largest in bf16, 2 in fp16. Waits for the device.
+
+    Raises
+        UnsupportedError: they are; a kernel's weights would be infinite.
+    """
+    limit = MAX_E8M0[spec.dtype]
+    for name, stored, scales in (("gate and up", spec.w13, w13), ("down", spec.w2, w2)):
+        if stored.element == "mxfp4" and int(scales.max()) > limit:
+            raise UnsupportedError(
+                f"{name}: has a scale of 2**{int(scales.max()) - 127}, must be at most "
+                f"2**{limit - 127} in {spec.dtype}"
+            )
+
+
+def _stored(scheme: Scheme, has_bias: bool) -> StoredWeights:
+    fp4 = {"e8m0": "mxfp4", "e4m3": "nvfp4"}
+    return StoredWeights(
+        element=fp4[scheme.scale] if scheme.element == "e2m1" else scheme.element,
         group_size=scheme.group_size,
         scale=scheme.scale,
         has_zero_points=scheme.has_zero_points,
         has_bias=has_bias,
+        global_scale=scheme.global_scale,
     )
 
 
@@ -79,10 +103,13 @@ def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
         found.append(
             f"{name}: matrices are {[scheme.n, scheme.k]}, the layer's sizes give {list(shape)}"
         )
-    if scheme.element != "int4":
-        found.append(f"{name}: element is {scheme.element}, must be int4")
-    if scheme.scale not in _SCALES:
-        found.append(f"{name}: scales are {scheme.scale}, must be one of {', '.join(_SCALES)}")
+    if scheme.element not in _SCALES:
+        found.append(f"{name}: element is {scheme.element}, must be int4 or e2m1")
+    elif scheme.scale not in _SCALES[scheme.element]:
+        allowed = ", ".join(_SCALES[scheme.element])
+        found.append(
+            f"{name}: scales are {scheme.scale}, must be one of {allowed} of {scheme.element}"
+        )
     else:
         try:
             check_weights(name, _stored(scheme, has_bias=False), scheme.k)
@@ -90,6 +117,4 @@ def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
             found.append(str(error))
     if scheme.has_group_index:
         found.append(f"{name}: columns name their group (act-order), must lie in order")
-    if scheme.global_scale != "none":
-        found.append(f"{name}: has a matrix-wide scale ({scheme.global_scale}), must have none")
     return found

@@ -1,7 +1,7 @@
 # pyright: basic
 # pyright: reportAssignmentType=false, reportRedeclaration=false, reportArgumentType=false
 # ruff: noqa: ANN001, ANN201
-"""What the two weight kernels share: whose rows a program has, int4 numbers, the activation.
+"""What the two weight kernels share: whose rows a program has, 4-bit numbers, the activation.
 
 A weight kernel computes out^T = W x^T a tile at a time: BLOCK_N rows of W on the left, BLOCK_M
 routes on the right, so that the numbers of a weight go from registers into the product. A block
@@ -157,7 +157,7 @@ def load_where(ptrs, mask):
 
 
 @triton.jit
-def add_block(
+def add_int4_block(
     acc,
     codes_ptrs,
     scales_ptrs,
@@ -201,6 +201,177 @@ def add_block(
                 numbers = magic_of_plane(words, x0.dtype, plane, PAIRS) - zero
                 part = tl.dot(numbers, x, part, input_precision="ieee")
         acc += part * scale[:, None]
+    return acc
+
+
+@triton.jit
+def e2m1_bf16_pairs(words, PLANE: tl.constexpr):
+    """E2M1 numbers of a plane times 2**-126 in bf16, two words at a time."""
+    if PLANE == 0:
+        asm: tl.constexpr = "{ and.b32 $0, $1, 0x81c081c0; }"
+    elif PLANE == 1:
+        asm: tl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 $0, t, 0x81c081c0; }"
+    elif PLANE == 2:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t, u; shl.b32 t, $1, 6; and.b32 t, t, 0x01c001c0; shl.b32 u, $1, 1; "
+            "lop3.b32 $0, u, 0x80008000, t, 0xea; }"
+        )
+    else:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t, u; shr.u32 t, $1, 3; and.b32 t, t, 0x01c001c0; shl.b32 u, $1, 2; "
+            "lop3.b32 $0, u, 0x80008000, t, 0xea; }"
+        )
+    return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def e2m1_fp16_pairs(words, PLANE: tl.constexpr):
+    """E2M1 numbers of a plane times 2**-14 in fp16, two words at a time."""
+    if PLANE == 0:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, 0x0e000e00; "
+            "lop3.b32 $0, $1, 0x80008000, t, 0xea; }"
+        )
+    elif PLANE == 1:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t, u; shl.b32 t, $1, 6; and.b32 t, t, 0x0e000e00; shl.b32 u, $1, 3; "
+            "lop3.b32 $0, u, 0x80008000, t, 0xea; }"
+        )
+    elif PLANE == 2:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t, u; shl.b32 t, $1, 9; and.b32 t, t, 0x0e000e00; shl.b32 u, $1, 1; "
+            "lop3.b32 $0, u, 0x80008000, t, 0xea; }"
+        )
+    else:
+        asm: tl.constexpr = (
+            "{ .reg .b32 t, u; and.b32 t, $1, 0x0e000e00; shl.b32 u, $1, 2; "
+            "lop3.b32 $0, u, 0x80008000, t, 0xea; }"
+        )
+    return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def e2m1_of_plane(words, dtype: tl.constexpr, PLANE: tl.constexpr, PAIRS: tl.constexpr):
+    """E2M1 numbers of one plane of int16 words, exactly, times a power of two.
+
+    Sign, exponent and mantissa are put where dtype has its own: 2**-126 times the number in bf16
+    and fp32, 2**-14 times in fp16, where 0.5 is a subnormal number. `fp4_scales` makes up for it.
+    """
+    if PAIRS and dtype == tl.bfloat16:
+        numbers = e2m1_bf16_pairs(words, PLANE)
+    elif PAIRS and dtype == tl.float16:
+        numbers = e2m1_fp16_pairs(words, PLANE)
+    else:
+        # The layout of `formats.packed.pack_codes`.
+        SIGN: tl.constexpr = 15 if PLANE == 0 else 12 if PLANE == 1 else 14 if PLANE == 2 else 13
+        LOWEST: tl.constexpr = 6 if PLANE == 0 else 3 if PLANE == 1 else 0 if PLANE == 2 else 9
+        sign, low = (words >> SIGN) & 1, (words >> LOWEST) & 7
+        if dtype == tl.bfloat16:
+            numbers = ((sign << 15) | (low << 6)).to(tl.bfloat16, bitcast=True)
+        elif dtype == tl.float16:
+            numbers = ((sign << 15) | (low << 9)).to(tl.float16, bitcast=True)
+        else:
+            bits = (sign.to(tl.int32) << 31) | (low.to(tl.int32) << 22)
+            numbers = bits.to(tl.float32, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
+    """Scales from their bytes, times what makes `e2m1_of_plane` times them 2**-s of a weight.
+
+    s is what `fp4_unit` multiplies back. With it a weight is exact in bf16 for MXFP4 scales of
+    2**-100 to 2**33 and every NVFP4 scale, and in fp16 for 2**-23 to 2 and every NVFP4 scale. A
+    smaller scale gives weights that are off by at most 2**-102, or 2**-25 in fp16; a larger one
+    infinite weights, which `moe.supports` refuses.
+    """
+    if ELEMENT == "mxfp4":
+        # A byte is the exponent of an fp32, but that 0, which is 2**-127, gives 0.
+        wide = (bits.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scales = (wide * (2.0**14 if dtype == tl.float16 else 2.0**94)).to(dtype)
+    elif dtype == tl.bfloat16:
+        # Moved so, with the sign on top, an E4M3 number is a bf16 2**-120 times itself.
+        wide = (bits.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -0x7810
+        # 2**214 is no bf16.
+        half = tl.full((), 2.0**107, dtype)
+        scales = wide.to(dtype, bitcast=True) * half * half
+    else:
+        wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
+        small = wide.to(tl.float32, bitcast=True)
+        half = 2.0**63 if dtype == tl.float16 else 2.0**107
+        scales = (small * half * half).to(dtype)
+    return scales
+
+
+@triton.jit
+def fp4_unit(
+    global_scale_ptr, matrix, dtype: tl.constexpr, ELEMENT: tl.constexpr, DIVIDES: tl.constexpr
+):
+    """What a sum of products with FP4 weights lacks: 2**s, and the scale of the whole matrix.
+
+    Both are one factor, which is infinite for a matrix-wide scale of 2**96 and more.
+    """
+    UNIT: tl.constexpr = 2.0**32 if dtype != tl.float16 else 1.0 if ELEMENT == "mxfp4" else 256.0
+    unit = tl.full((), UNIT, tl.float32)
+    if global_scale_ptr is not None:
+        scale = tl.load(global_scale_ptr + matrix)
+        unit = tl.div_rn(unit, scale) if DIVIDES else unit * scale
+    return unit
+
+
+@triton.jit
+def add_fp4_block(
+    acc, codes_ptrs, scales_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
+    K: tl.constexpr, ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """As `add_int4_block`, but that the product lacks what `fp4_unit` has.
+
+    Every weight is scaled by itself, exactly, so that all products add up in one sum.
+    """
+    words = load_where(codes_ptrs + block * 2048, is_tile)
+    # Scales of the whole block in one load, then apart by plane: [rows, groups of a plane].
+    EACH: tl.constexpr = 32 // GROUP_SIZE
+    ROWS_HERE: tl.constexpr = words.shape[0]
+    group = block * (4 * EACH) + tl.arange(0, 4 * EACH)
+    mask = None if is_out is None else is_out[:, None]
+    if K % 128 != 0:
+        is_in = (group * GROUP_SIZE < K)[None, :]
+        mask = is_in if is_out is None else is_out[:, None] & is_in
+    bits = load_where(scales_ptrs[:, None] + (group * ROWS)[None, :], mask)
+    scales = tl.reshape(fp4_scales(bits, x0.dtype, ELEMENT), (ROWS_HERE, 2, 2, EACH))
+    even, odd = tl.split(tl.permute(scales, (0, 3, 1, 2)))
+    scales0, scales2 = tl.split(even)
+    scales1, scales3 = tl.split(odd)
+    for plane in tl.static_range(4):
+        x = x0 if plane == 0 else x1 if plane == 1 else x2 if plane == 2 else x3
+        scale = scales0 if plane == 0 else scales1
+        if plane >= 2:
+            scale = scales2 if plane == 2 else scales3
+        spread = tl.broadcast_to(scale[:, :, None], (ROWS_HERE, EACH, GROUP_SIZE))
+        numbers = e2m1_of_plane(words, x0.dtype, plane, PAIRS)
+        numbers *= tl.reshape(spread, (ROWS_HERE, 32))
+        acc = tl.dot(numbers, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def add_block(
+    acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
+    K: tl.constexpr, ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """acc + the product of one block, by the function of the element."""
+    if ELEMENT == "int4":
+        acc = add_int4_block(
+            acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
+            K, ROWS, GROUP_SIZE, PAIRS,
+        )  # fmt: skip
+    else:
+        acc = add_fp4_block(
+            acc, codes_ptrs, scales_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
+            K, ROWS, GROUP_SIZE, ELEMENT, PAIRS,
+        )  # fmt: skip
     return acc
 
 

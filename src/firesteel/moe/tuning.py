@@ -303,8 +303,10 @@ def _ratio(a: int, b: int) -> Fraction:
 
 
 @lru_cache(maxsize=256)
-def recipe_name(group_size: int, has_zero_points: bool) -> str:
-    """`int4-g128-asym`."""
+def recipe_name(element: str, group_size: int, has_zero_points: bool) -> str:
+    """`int4-g128-asym`, or the element alone where it says all that: `mxfp4`."""
+    if element != "int4":
+        return element
     return f"int4-g{group_size}" + "-asym" * has_zero_points
 
 
@@ -313,13 +315,11 @@ def layer_tiles(
     table: TileTable,
     hidden_size: int,
     intermediate_size: int,
-    group_size: int,
-    has_zero_points: bool,
+    recipe: str,
 ) -> LayerTiles:
     """The tiles of a layer. `select` asks at every token count, so they are kept.
 
     Raises
         UnsupportedError: as `TileTable.nearest`.
     """
-    recipe = recipe_name(group_size, has_zero_points)
     return table.tiles(table.nearest(hidden_size, intermediate_size, recipe))

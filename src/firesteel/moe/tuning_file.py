@@ -59,7 +59,7 @@ _TEXTS = {
     "torch": (re.compile(r"\d+\.\d+\S*"), "a version"),
     "triton": (re.compile(r"\d+\.\d+\S*"), "a version"),
 }
-_RECIPE = re.compile(r"int4-g[1-9]\d*(-asym)?")
+_RECIPE = re.compile(r"int4-g[1-9]\d*(-asym)?|mxfp4|nvfp4")
 _MOST = 1 << 31
 # Fields of a row that only some modes have.
 _OWN: dict[str, tuple[str, ...]] = {
@@ -203,7 +203,7 @@ def _row(where: str, value: object) -> Row:
     recipe = found["recipe"]
     if not isinstance(recipe, str) or _RECIPE.fullmatch(recipe) is None:
         raise InvalidArgumentError(
-            f'{where}.recipe: got {recipe!r}, must be as "int4-g128" or "int4-g32-asym"'
+            f'{where}.recipe: got {recipe!r}, must be as "int4-g128", "int4-g32-asym" or "mxfp4"'
         )
     shape = Shape(
         _value(f"{where}.hidden_size", int, found["hidden_size"]),

@@ -1,6 +1,8 @@
 # pyright: basic
-# pyright: reportAssignmentType=false, reportArgumentType=false, reportCallIssue=false
-# ruff: noqa: ANN001, ANN201
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005
 """The loop that FC1 and FC2 share on Hopper where experts have many rows, in Gluon.
 
 A program multiplies row blocks of W by up to 128 routes with `wgmma`, W on the left, its numbers in
@@ -199,8 +201,8 @@ def start(
 
     source is x_ptrs `[BLOCK_M, 32]` at column 0 and which of its rows there are; words_ptrs
     `[ROWS, 32]` at block 0 (`words_of_rows`) and their rows; scales_ptrs and zeros_ptrs (a tuple
-    of one, or empty) `[ROWS]` at group 0 and their rows. W has PARTS matrices of HEIGHT rows; ROWS are the operand's
-    of one row block, and a program has SPAN of them.
+    of one, or empty) `[ROWS]` at group 0 and their rows. W has PARTS matrices of HEIGHT rows; ROWS
+    are the operand's of one row block, and a program has SPAN of them.
     """
     gl.static_assert(STAGES >= 3)
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE

@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from firesteel.cli.bench.moe import MoeRequest, floor_us, run, sizes_of
+from firesteel.cli.bench.moe import BANDWIDTH, MoeRequest, floor_us, run, sizes_of
 from firesteel.cli.bench.moe_inputs import random_call, random_weights
-from firesteel.cli.bench.moe_torch import layer_in_float64
+from firesteel.cli.bench.moe_torch import dense_weights, layer_in_float64
 from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import Int4Weights, MoeSpec, geometry
+from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
 from tests.moe.layers import random_layer
 
 CPU = torch.device("cpu")
 SMALL = MoeSpec(hidden_size=256, intermediate_size=96, num_experts=8, top_k=2,
-                w2=Int4Weights(group_size=32))  # fmt: skip
+                w2=StoredWeights(group_size=32))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -28,11 +29,24 @@ def test_the_floor_is_that_of_the_reference_table(tokens: int, floor: float) -> 
     assert floor_us(spec, tokens, hit) == pytest.approx(floor, rel=0.02)
 
 
+@pytest.mark.parametrize(("element", "each"), [("mxfp4", 0.53125), ("nvfp4", 0.5625)])
+def test_the_floor_counts_the_bytes_of_fp4(element: str, each: float) -> None:
+    spec = geometry("gpt-oss-120b", element=element)
+    found = floor_us(spec, 1, 4) * BANDWIDTH / 1e6
+    assert found == pytest.approx(4 * 3 * 2880 * 2880 * each + 4 * 2880)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         SMALL,
-        replace(SMALL, w13=Int4Weights(group_size=64, has_zero_points=True, has_bias=True)),
+        replace(SMALL, w13=StoredWeights.fp4("mxfp4"), w2=StoredWeights.fp4("mxfp4")),
+        replace(
+            SMALL,
+            w13=StoredWeights.fp4("nvfp4", has_bias=True),
+            w2=StoredWeights.fp4("nvfp4", global_scale="multiplier"),
+        ),
+        replace(SMALL, w13=StoredWeights(group_size=64, has_zero_points=True, has_bias=True)),
         replace(SMALL, activation=Activation(name="swigluoai")),
     ],
 )
@@ -41,14 +55,23 @@ def test_the_oracle_is_the_librarys(spec: MoeSpec) -> None:
     call = random_call(spec, 3, CPU)
     got = layer_in_float64(spec, layer.tensors("cpu"), call.x, call.topk_ids, call.topk_weights)
     expected = layer.reference(call.x, call.topk_ids, call.topk_weights)
-    assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
+    # The library's rounds what a matrix-wide scale makes of a weight to fp32.
+    tolerance = 1e-12 if spec.w13.global_scale == "none" else 1e-6
+    assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_inputs_are_of_the_operands_shapes() -> None:
-    weights = random_weights(SMALL, CPU)
-    for operand in SMALL.operands((("ids", "i32"),)):
+@pytest.mark.parametrize("element", ["int4", "mxfp4", "nvfp4"])
+def test_inputs_are_of_the_operands_shapes(element: str) -> None:
+    stored = SMALL.w2 if element == "int4" else StoredWeights.fp4(element)
+    spec = replace(SMALL, w13=stored, w2=stored)
+    weights = random_weights(spec, CPU)
+    for operand in spec.operands((("ids", "i32"),)):
         if not operand.is_per_call:
             assert tuple(weights[operand.name].shape) == operand.shape_for(0)
+            assert weights[operand.name].dtype == DTYPES[operand.dtype]
+    # Of about the size that a trained layer's have.
+    dense = dense_weights(spec, weights)
+    assert 0.005 < float(dense._w13.float().std()) < 0.05
     call = random_call(SMALL, 5, CPU)
     assert torch.allclose(call.topk_weights.sum(1), torch.ones(5))
     assert all(len(set(row)) == 2 for row in call.topk_ids.tolist())

@@ -20,13 +20,13 @@ from firesteel.cli.tune.candidates import (
 from firesteel.launch import plan
 from firesteel.moe.activation import Activation
 from firesteel.moe.plan import select, split_k
-from firesteel.moe.spec import GEOMETRIES, Int4Weights, MoeSpec, geometry
+from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import Tile
 from firesteel.moe.tuning_file import format_table, parse_table
 
 GLM = geometry("glm-5.2", tensor_parallel=4)
 SMALL = MoeSpec(hidden_size=256, intermediate_size=96, num_experts=8, top_k=2,
-                w2=Int4Weights(group_size=32))  # fmt: skip
+                w2=StoredWeights(group_size=32))  # fmt: skip
 COUNTS = (1, 2, 8, 64, 1024, 8192)
 SHARED = 227 * 1024
 SPECS = {

@@ -35,13 +35,13 @@ from firesteel.launch.binary import Binary
 from firesteel.launch.driver import LoadedFunction
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.layer import MoeLayer
-from firesteel.moe.spec import Int4Weights, MoeSpec
+from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.settings import Settings
 from tests.launch.rig import pretended, ready_on_stub
 
 CPU = torch.device("cpu")
 SPEC = MoeSpec(hidden_size=256, intermediate_size=96, num_experts=16, top_k=2,
-               w2=Int4Weights(group_size=32))  # fmt: skip
+               w2=StoredWeights(group_size=32))  # fmt: skip
 SHARED = 227 * 1024
 
 

@@ -171,8 +171,7 @@ def floor_us(spec: MoeSpec, num_tokens: int, experts_hit: float) -> float:
         (spec.w13, spec.num_parts * spec.intermediate_size, spec.hidden_size),
         (spec.w2, spec.hidden_size, spec.intermediate_size),
     ):
-        scale = {"bf16": 2, "fp16": 2, "fp32": 4}[stored.scale] + stored.has_zero_points
-        total += experts_hit * rows * (k / 2 + k / stored.group_size * scale)
+        total += experts_hit * rows * k * stored.bytes_per_weight
     total += 4 * num_tokens * spec.hidden_size
     return max(total / BANDWIDTH, _operations(spec, num_tokens) / MATRIX_RATE) * 1e6
 

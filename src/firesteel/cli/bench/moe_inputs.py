@@ -36,7 +36,10 @@ class Call:
 
 
 def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
-    """A tensor for each operand that a layer keeps: uniform codes, scales of a trained spread."""
+    """A tensor for each operand that a layer keeps: uniform codes, scales of a trained spread.
+
+    A group of FP4 has a scale of 2**-9 to 2**-7, or one of 1 to 2 times the matrix's 2**-8.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     found: dict[str, Tensor] = {}
     for operand in spec.operands((("ids", "i32"),)):
@@ -46,6 +49,15 @@ def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[s
         if operand.name.endswith(".codes"):
             tensor = torch.empty(shape, dtype=dtype, device=device)
             tensor.random_(-(1 << 15), 1 << 15, generator=generator)
+        elif operand.name.endswith(".scales") and dtype == torch.uint8:
+            stored = spec.w13 if operand.name.startswith("w13") else spec.w2
+            lowest, highest = (118, 121) if stored.element == "mxfp4" else (0x38, 0x40)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor.random_(lowest, highest, generator=generator)
+        elif operand.name.endswith(".global_scale"):
+            stored = spec.w13 if operand.name.startswith("w13") else spec.w2
+            value = 2.0**8 if stored.global_scale == "divisor" else 2.0**-8
+            tensor = torch.full(shape, value, dtype=dtype, device=device)
         elif operand.name.endswith(".zero_points"):
             tensor = torch.empty(shape, dtype=dtype, device=device)
             tensor.random_(0, 16, generator=generator)

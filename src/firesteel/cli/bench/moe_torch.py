@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from firesteel.cli.bench.moe_inputs import Call
+from firesteel.formats.base import E2M1
+from firesteel.formats.expand import e2m1_codes
 from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import MoeSpec
 
@@ -25,15 +27,20 @@ _CHECKED_TOKENS = 4
 def _expand(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
     """One expert's matrix `[P * n, k]` in float64, from the tensors that kernels read."""
     stored = getattr(spec, name)
-    codes = weights[f"{name}.codes"][expert].int() & 0xFFFF
-    # [P, T, B, 64, 32] words to [P, T, 64, B, 4, 32] codes.
-    planes = torch.stack([(codes >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
+    words = weights[f"{name}.codes"][expert]
+    # [P, T, B, 64, 32] words to [P, T, B, 64, 4, 32] codes.
+    if stored.element == "int4":
+        planes = torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
+    else:
+        planes = e2m1_codes(words)
     rows = planes.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
     parts = spec.num_parts if name == "w13" else 1
     n = spec.intermediate_size if name == "w13" else spec.hidden_size
     k = spec.hidden_size if name == "w13" else spec.intermediate_size
-    numbers = rows[:, :n, :k].reshape(parts * n, k).double()
-    zero = 8.0
+    codes = rows[:, :n, :k].reshape(parts * n, k)
+    if stored.element != "int4":
+        return _fp4_numbers(codes) * _fp4_scales(spec, weights, name, expert)
+    numbers, zero = codes.double(), 8.0
     if stored.has_zero_points:
         zero = (
             weights[f"{name}.zero_points"][expert]
@@ -42,6 +49,28 @@ def _expand(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -
         )
     scales = weights[f"{name}.scales"][expert].double().T
     return (numbers - zero) * scales.repeat_interleave(stored.group_size, dim=1)
+
+
+def _fp4_numbers(codes: Tensor) -> Tensor:
+    """E2M1 codes as float64."""
+    assert E2M1.values is not None
+    values = torch.tensor(E2M1.values, dtype=torch.float64, device=codes.device)
+    return values[codes.long()]
+
+
+def _fp4_scales(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
+    """The scale of each number of one expert's matrix `[P * n, k]`."""
+    stored = getattr(spec, name)
+    held = weights[f"{name}.scales"][expert].T
+    if stored.element == "mxfp4":
+        scales = torch.exp2(held.double() - 127)
+    else:
+        # Rounded to fp32, as the formats define it.
+        scales = held.view(torch.float8_e4m3fn).float()
+        whole = weights[f"{name}.global_scale"][expert]
+        whole = whole.repeat_interleave(len(scales) // len(whole)).unsqueeze(1)
+        scales = scales / whole if stored.global_scale == "divisor" else scales * whole
+    return scales.double().repeat_interleave(stored.group_size, dim=1)
 
 
 def layer_in_float64(

@@ -101,7 +101,8 @@ def jobs_of(spec: MoeSpec, counts: tuple[int, ...]) -> tuple[Job, ...]:
 
 def shape_of(spec: MoeSpec) -> Shape:
     """What a table's rows for a layer say that they were measured for."""
-    recipe = recipe_name(spec.w13.group_size, spec.w13.has_zero_points)
+    stored = spec.w13
+    recipe = recipe_name(stored.element, stored.group_size, stored.has_zero_points)
     return Shape(spec.hidden_size, spec.intermediate_size, recipe)
 
 

@@ -19,7 +19,7 @@ from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.launch import Arena, Ready, plan, prewarm
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.spec import MoeSpec
-from firesteel.moe.supports import moe_spec_of
+from firesteel.moe.supports import check_scale_range, moe_spec_of
 from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
@@ -193,7 +193,7 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     """What a layer's kernels must be planned for.
 
     Raises
-        UnsupportedError: no kernels for its device, format or activation.
+        UnsupportedError: no kernels for its device, format, scales or activation.
     """
     device = _device_of(module)
     if device.type != "cuda":
@@ -213,4 +213,5 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
         dtype=model.dtype,
         has_bias=module.gate_up_bias is not None,
     )
+    check_scale_range(spec, w13=module.gate_up.scales, w2=module.down.scales)
     return replace(spec.for_target(device_target(device)), table=table_of_device(device))
