@@ -20,7 +20,8 @@ __all__ = ["gate_up_wgmma_kernel"]
 def act_and_store(
     acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows,
     START: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, ACTIVATION: gl.constexpr,
-    LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.constexpr,
+    LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows of hidden from products `[PARTS * BLOCK_N, routes]` of routes START.. of a tile."""
     ROUTES: gl.constexpr = acc.shape[1]

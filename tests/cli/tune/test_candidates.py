@@ -19,7 +19,8 @@ from firesteel.cli.tune.candidates import (
 )
 from firesteel.launch import plan
 from firesteel.moe.activation import Activation
-from firesteel.moe.plan import select, split_k
+from firesteel.moe.plan import select
+from firesteel.moe.products import split_k
 from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import Tile
 from firesteel.moe.tuning_file import format_table, parse_table

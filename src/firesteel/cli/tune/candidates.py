@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from firesteel.moe.plan import is_direct, split_k
+from firesteel.moe.plan import is_direct
+from firesteel.moe.products import split_k
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning import LayerTiles, Mode, Shape, Tile, TileTable, recipe_name
 

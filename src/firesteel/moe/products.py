@@ -1,0 +1,323 @@
+"""The launches of a layer's products: FC1, FC2, and `activate` where FC1 is split along K.
+
+Which tile they have, `firesteel.moe.plan` says, from the spec's table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from firesteel.launch.binary import has_gluon
+from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
+from firesteel.launch.key import Constexpr
+from firesteel.moe.activate import activate_kernel
+from firesteel.moe.down import down_kernel
+from firesteel.moe.gate_up import gate_up_kernel
+
+if TYPE_CHECKING:
+    from firesteel.moe.spec import MoeSpec, StoredWeights
+    from firesteel.moe.tuning import Tile
+
+__all__ = [
+    "PRODUCT_KERNELS",
+    "TABLES",
+    "activate",
+    "down",
+    "gate_up",
+    "map_argument",
+    "map_type",
+    "split_k",
+]
+
+GATE_UP = Kernel(gate_up_kernel)
+ACTIVATE = Kernel(activate_kernel)
+DOWN = Kernel(down_kernel)
+
+
+def _hopper_kernels() -> tuple[Kernel, ...]:
+    """FC1 and FC2 in Gluon; none where Triton has not that."""
+    if not has_gluon():
+        return ()
+    from firesteel.moe.down_wgmma import down_wgmma_kernel
+    from firesteel.moe.gate_up_wgmma import gate_up_wgmma_kernel
+
+    return (Kernel(gate_up_wgmma_kernel), Kernel(down_wgmma_kernel))
+
+
+HOPPER = _hopper_kernels()
+PRODUCT_KERNELS = (GATE_UP, ACTIVATE, DOWN, *HOPPER)
+
+BLOCK_ACTIVATE = 512
+"""Columns of a program of activate."""
+
+TABLES = ("route_ids", "expert_offsets", "block_expert", "block_row", "num_blocks")
+"""What `place` makes for the products."""
+
+
+def split_k(spec: MoeSpec) -> int:
+    """Spans of K that direct programs of FC1 share; 1 where K is short."""
+    spans = spec.tiles.split_k
+    return spans if spec.hidden_size >= 4 * spans * 128 else 1
+
+
+def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
+    """FC1 and the activation; its sums alone where they are split. With ids each route is a tile."""
+    if tile.is_wgmma:
+        return _gate_up_wgmma(spec, tile, tiles)
+    spans = split_k(spec) if ids else 1
+    is_split = spans > 1
+    # What is left to `activate` is absent here.
+    weighs = spec.weight_on_input and not is_split
+    stored = replace(spec.w13, has_bias=spec.w13.has_bias and not is_split)
+    types: dict[str, str | None] = {
+        "x_ptr": f"*{spec.dtype}",
+        **_weight_types(spec, stored),
+        **_tile_types(spec, ids),
+        "topk_weights_ptr": "*fp32" if weighs else None,
+        "hidden_ptr": None if is_split else f"*{spec.dtype}",
+        "partials_ptr": "*fp32" if is_split else None,
+        "stride_x": "i64",
+        "R": "i64",
+    }
+    columns, warps, stages = tile.gate_up
+    constexprs = {
+        **_sizes(spec, spec.w13, ids),
+        "TOP_K": spec.top_k,
+        **(_ungated(spec) if is_split else _activation(spec)),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": columns,
+        "SPLIT_K": spans,
+        "JOINT": tile.is_joint,
+        "PAIRS": True,
+    }
+    key = GATE_UP.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "x_ptr": "x",
+        **_weights(stored, "w13"),
+        **_tile(spec, ids),
+        **({"partials_ptr": "partials"} if is_split else {"hidden_ptr": "hidden"}),
+        "stride_x": Stride("x"),
+        "R": routes,
+    }
+    if weighs:
+        arguments["topk_weights_ptr"] = "topk_weights"
+    grid = (-(-spec.intermediate_size // columns), tiles, spans)
+    return GATE_UP.launch(key, grid, arguments)
+
+
+def activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
+    """What is left of FC1 where its sums are split."""
+    types: dict[str, str | None] = {
+        "partials_ptr": "*fp32",
+        "bias_ptr": f"*{spec.dtype}" if spec.w13.has_bias else None,
+        "topk_ids_ptr": f"*{ids}",
+        **map_type(spec),
+        "topk_weights_ptr": "*fp32" if spec.weight_on_input else None,
+        "hidden_ptr": f"*{spec.dtype}",
+        "R": "i64",
+    }
+    constexprs = {
+        "N": spec.intermediate_size,
+        "E": spec.num_experts,
+        "NUM_GLOBAL": spec.num_global_experts,
+        **_activation(spec),
+        "SPLIT_K": split_k(spec),
+        "BLOCK_N": BLOCK_ACTIVATE,
+        "PDL": spec.pdl,
+    }
+    key = ACTIVATE.key(types, constexprs, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "partials_ptr": "partials",
+        "topk_ids_ptr": "topk_ids",
+        **map_argument(spec),
+        "hidden_ptr": "hidden",
+        "R": routes,
+    }
+    if spec.w13.has_bias:
+        arguments["bias_ptr"] = "w13.bias"
+    if spec.weight_on_input:
+        arguments["topk_weights_ptr"] = "topk_weights"
+    grid = (routes, -(-spec.intermediate_size // BLOCK_ACTIVATE), 1)
+    return ACTIVATE.launch(key, grid, arguments)
+
+
+def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
+    """FC2. With ids each route is a tile."""
+    if tile.is_wgmma:
+        return _down_wgmma(spec, tile, tiles)
+    types: dict[str, str | None] = {
+        "hidden_ptr": f"*{spec.dtype}",
+        **_weight_types(spec, spec.w2),
+        **_tile_types(spec, ids),
+        "y_ptr": f"*{spec.dtype}",
+        "R": "i64",
+    }
+    rows, span, warps, stages = tile.down
+    constexprs = {
+        **_sizes(spec, spec.w2, ids),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": rows,
+        "SPAN": span,
+        "PAIRS": True,
+    }
+    key = DOWN.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "hidden_ptr": "hidden",
+        **_weights(spec.w2, "w2"),
+        **_tile(spec, ids),
+        "y_ptr": "y",
+        "R": routes,
+    }
+    return DOWN.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
+
+
+def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
+    columns, warps, stages = tile.gate_up
+    types: dict[str, str | None] = {
+        "x_ptr": f"*{spec.dtype}",
+        **_int4_types(spec, spec.w13),
+        "topk_weights_ptr": "*fp32" if spec.weight_on_input else None,
+        **{f"{name}_ptr": "*i32" for name in TABLES},
+        "hidden_ptr": f"*{spec.dtype}",
+        "stride_x": "i64",
+    }
+    constexprs = {
+        "K": spec.hidden_size,
+        "N": spec.intermediate_size,
+        "TOP_K": spec.top_k,
+        "GROUP_SIZE": spec.w13.group_size,
+        **_activation(spec),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": columns,
+        "STAGES": stages,
+        "WARPS": warps,
+        "PDL": spec.pdl,
+    }
+    kernel, _ = HOPPER
+    key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "x_ptr": "x",
+        **_weights(spec.w13, "w13"),
+        **_tile(spec, None),
+        "hidden_ptr": "hidden",
+        "stride_x": Stride("x"),
+    }
+    if spec.weight_on_input:
+        arguments["topk_weights_ptr"] = "topk_weights"
+    grid = (-(-spec.intermediate_size // columns), tiles, 1)
+    return kernel.launch(key, grid, arguments)
+
+
+def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
+    rows, span, warps, stages = tile.down
+    types: dict[str, str | None] = {
+        "hidden_ptr": f"*{spec.dtype}",
+        **_int4_types(spec, spec.w2),
+        **{f"{name}_ptr": "*i32" for name in TABLES},
+        "y_ptr": f"*{spec.dtype}",
+    }
+    constexprs = {
+        "K": spec.hidden_size,
+        "N": spec.intermediate_size,
+        "GROUP_SIZE": spec.w2.group_size,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": rows,
+        "SPAN": span,
+        "STAGES": stages,
+        "WARPS": warps,
+        "PDL": spec.pdl,
+    }
+    _, kernel = HOPPER
+    key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
+    arguments: dict[str, Argument] = {
+        "hidden_ptr": "hidden",
+        **_weights(spec.w2, "w2"),
+        **_tile(spec, None),
+        "y_ptr": "y",
+    }
+    return kernel.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
+
+
+def _sizes(spec: MoeSpec, stored: StoredWeights, ids: str | None) -> dict[str, Constexpr]:
+    """Sizes that a matrix kernel reads; the number of experts only where it reads ids."""
+    return {
+        "K": spec.hidden_size,
+        "N": spec.intermediate_size,
+        "E": spec.num_experts if ids else None,
+        "NUM_GLOBAL": spec.num_global_experts if ids else None,
+        "ELEMENT": stored.element,
+        "GROUP_SIZE": stored.group_size,
+        "DIVIDES": None if stored.global_scale == "none" else stored.global_scale == "divisor",
+        "PDL": spec.pdl,
+    }
+
+
+def _activation(spec: MoeSpec) -> dict[str, Constexpr]:
+    """The activation and its constants; those that its code does not read are None."""
+    activation = spec.activation
+    is_swiglu = activation.name == "swigluoai"
+    return {
+        "ACTIVATION": activation.name,
+        "LIMIT": activation.clamp_limit,
+        "ALPHA": activation.alpha if is_swiglu else None,
+        "BETA": activation.beta if is_swiglu else None,
+    }
+
+
+def _ungated(spec: MoeSpec) -> dict[str, Constexpr]:
+    """What products alone depend on: whether there are up rows."""
+    name = None if spec.activation.is_gated else spec.activation.name
+    return {"ACTIVATION": name, "LIMIT": None, "ALPHA": None, "BETA": None}
+
+
+def map_type(spec: MoeSpec) -> dict[str, str | None]:
+    """The type of the map of experts, which some layers have."""
+    return {"expert_map_ptr": None if spec.num_global_experts is None else "*i32"}
+
+
+def map_argument(spec: MoeSpec) -> dict[str, Argument]:
+    """And its tensor."""
+    return {} if spec.num_global_experts is None else {"expert_map_ptr": "expert_map"}
+
+
+def _tile_types(spec: MoeSpec, ids: str | None) -> dict[str, str | None]:
+    """Where a program finds its rows: in the ids themselves, or in the tables of `place`."""
+    tables = {f"{name}_ptr": None if ids else "*i32" for name in TABLES}
+    if ids is None:
+        return {"topk_ids_ptr": None, "expert_map_ptr": None, **tables}
+    return {"topk_ids_ptr": f"*{ids}", **map_type(spec), **tables}
+
+
+def _tile(spec: MoeSpec, ids: str | None) -> dict[str, Argument]:
+    if ids is None:
+        return {f"{name}_ptr": name for name in TABLES}
+    return {"topk_ids_ptr": "topk_ids", **map_argument(spec)}
+
+
+def _weight_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
+    return {
+        **_int4_types(spec, stored),
+        "global_scale_ptr": None if stored.global_scale == "none" else "*fp32",
+    }
+
+
+def _int4_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
+    """What int4 weights have of those."""
+    return {
+        "codes_ptr": "*i16",
+        "scales_ptr": f"*{stored.operand_scale}",
+        "zero_points_ptr": "*u8" if stored.has_zero_points else None,
+        "bias_ptr": f"*{spec.dtype}" if stored.has_bias else None,
+    }
+
+
+def _weights(stored: StoredWeights, name: str) -> dict[str, Argument]:
+    found: dict[str, Argument] = {"codes_ptr": f"{name}.codes", "scales_ptr": f"{name}.scales"}
+    if stored.has_zero_points:
+        found["zero_points_ptr"] = f"{name}.zero_points"
+    if stored.global_scale != "none":
+        found["global_scale_ptr"] = f"{name}.global_scale"
+    if stored.has_bias:
+        found["bias_ptr"] = f"{name}.bias"
+    return found
