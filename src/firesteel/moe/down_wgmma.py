@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.wgmma import copy_layout, products, row_layout, start, store_rows, words_of_rows
+from firesteel.moe.pipeline import copy_layout, row_layout, store_rows, words_of_rows
+from firesteel.moe.wgmma import products, start
 
 __all__ = ["down_wgmma_kernel"]
 
@@ -52,7 +53,7 @@ def down_tile(
     if zero_points_ptr is not None:
         zeros_ptrs = (zero_points_ptr + scale_row,)
     source = (
-        hidden_ptrs, is_row[:, None], words_ptrs, column + row, scales_ptr + scale_row,
+        hidden_ptrs, is_row[:, None], n, words_ptrs, column + row, scales_ptr + scale_row,
         zeros_ptrs, scale_row,
     )  # fmt: skip
     shared, now, a0 = start(

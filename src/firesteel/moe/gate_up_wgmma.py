@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
+from firesteel.moe.pipeline import copy_layout, row_layout, store_rows, words_of_rows
 from firesteel.moe.tile import activate
-from firesteel.moe.wgmma import copy_layout, products, row_layout, start, store_rows, words_of_rows
+from firesteel.moe.wgmma import products, start
 
 __all__ = ["gate_up_wgmma_kernel"]
 
@@ -84,7 +85,7 @@ def gate_up_tile(
     if zero_points_ptr is not None:
         zeros_ptrs = (zero_points_ptr + part * N + column + row,)
     source = (
-        x_ptrs, is_row[:, None], words_ptrs, word_row, scales_ptrs, zeros_ptrs, column + row,
+        x_ptrs, is_row[:, None], k, words_ptrs, word_row, scales_ptrs, zeros_ptrs, column + row,
     )  # fmt: skip
     shared, now, a0 = start(
         source, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, ROUTES, STAGES, WARPS

@@ -99,7 +99,7 @@ def workspace(spec: MoeSpec, num_tokens: int) -> tuple[Region, ...]:
     routes, e = num_tokens * spec.top_k, spec.num_experts
     tiles = spec.tiles
     # Of the smallest tiles there are most.
-    smallest = min(tile.rows for _, tile in tiles.sorted)
+    smallest = min(tile.rows for *_, tile in (*tiles.sorted, *tiles.wgmma))
     blocks = num_blocks(routes, e, tiles.batch_invariant.rows if spec.batch_invariant else smallest)
     chunks = -(-routes // CHUNK_R) * (routes > MAX_HISTOGRAM)
     direct = min(routes, max(spec.top_k, e // 8)) * (split_k(spec) > 1)
@@ -138,7 +138,8 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
             down(spec, None, tile, routes, tiles),
             _combine(spec, ids, num_tokens),
         )
-    direct = spec.tiles.direct
+    each = routes / spec.num_experts
+    direct = (spec.tiles.of_wgmma(each) if _has_wgmma(spec) else None) or spec.tiles.direct
     return (
         gate_up(spec, ids, direct, routes, routes),
         *((activate(spec, ids, routes),) if split_k(spec) > 1 else ()),

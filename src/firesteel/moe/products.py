@@ -39,14 +39,23 @@ def _hopper_kernels() -> tuple[Kernel, ...]:
     """FC1 and FC2 in Gluon; none where Triton has not that."""
     if not has_gluon():
         return ()
+    from firesteel.moe.down_stream import down_stream_kernel
     from firesteel.moe.down_wgmma import down_wgmma_kernel
+    from firesteel.moe.gate_up_stream import gate_up_stream_kernel
     from firesteel.moe.gate_up_wgmma import gate_up_wgmma_kernel
 
-    return (Kernel(gate_up_wgmma_kernel), Kernel(down_wgmma_kernel))
+    functions = (
+        *(gate_up_stream_kernel, down_stream_kernel),
+        *(gate_up_wgmma_kernel, down_wgmma_kernel),
+    )
+    return tuple(map(Kernel, functions))
 
 
 HOPPER = _hopper_kernels()
 PRODUCT_KERNELS = (GATE_UP, ACTIVATE, DOWN, *HOPPER)
+
+STREAM_ROWS = 16
+"""Most routes of a tile whose products are `mma.sync`, where the tile is one of Hopper's."""
 
 BLOCK_ACTIVATE = 512
 """Columns of a program of activate."""
@@ -62,8 +71,8 @@ def split_k(spec: MoeSpec) -> int:
 
 
 def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
-    """FC1 and the activation; its sums alone where they are split. With ids each route is a tile."""
-    if tile.is_wgmma:
+    """FC1 and the activation; sums alone where they are split. With ids each route is a tile."""
+    if tile.is_wgmma and tile.rows > STREAM_ROWS:
         return _gate_up_wgmma(spec, tile, tiles)
     spans = split_k(spec) if ids else 1
     is_split = spans > 1
@@ -72,7 +81,7 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
     stored = replace(spec.w13, has_bias=spec.w13.has_bias and not is_split)
     types: dict[str, str | None] = {
         "x_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, stored),
+        **_weight_types(spec, stored, tile),
         **_tile_types(spec, ids),
         "topk_weights_ptr": "*fp32" if weighs else None,
         "hidden_ptr": None if is_split else f"*{spec.dtype}",
@@ -82,16 +91,19 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
     }
     columns, warps, stages = tile.gate_up
     constexprs = {
-        **_sizes(spec, spec.w13, ids),
+        **_sizes(spec, spec.w13, ids, tile),
         "TOP_K": spec.top_k,
         **(_ungated(spec) if is_split else _activation(spec)),
         "BLOCK_M": tile.rows,
         "BLOCK_N": columns,
         "SPLIT_K": spans,
-        "JOINT": tile.is_joint,
-        "PAIRS": True,
     }
-    key = GATE_UP.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
+    if tile.is_wgmma:
+        kernel, constexprs = HOPPER[0], {**constexprs, "STAGES": stages, "WARPS": warps}
+        key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
+    else:
+        kernel, constexprs = GATE_UP, {**constexprs, "JOINT": tile.is_joint, "PAIRS": True}
+        key = kernel.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "x_ptr": "x",
         **_weights(stored, "w13"),
@@ -103,7 +115,7 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
     if weighs:
         arguments["topk_weights_ptr"] = "topk_weights"
     grid = (-(-spec.intermediate_size // columns), tiles, spans)
-    return GATE_UP.launch(key, grid, arguments)
+    return kernel.launch(key, grid, arguments)
 
 
 def activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
@@ -144,24 +156,28 @@ def activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
 
 def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
     """FC2. With ids each route is a tile."""
-    if tile.is_wgmma:
+    if tile.is_wgmma and tile.rows > STREAM_ROWS:
         return _down_wgmma(spec, tile, tiles)
     types: dict[str, str | None] = {
         "hidden_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, spec.w2),
+        **_weight_types(spec, spec.w2, tile),
         **_tile_types(spec, ids),
         "y_ptr": f"*{spec.dtype}",
         "R": "i64",
     }
     rows, span, warps, stages = tile.down
     constexprs = {
-        **_sizes(spec, spec.w2, ids),
+        **_sizes(spec, spec.w2, ids, tile),
         "BLOCK_M": tile.rows,
         "BLOCK_N": rows,
         "SPAN": span,
-        "PAIRS": True,
     }
-    key = DOWN.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
+    if tile.is_wgmma:
+        kernel, constexprs = HOPPER[1], {**constexprs, "STAGES": stages, "WARPS": warps}
+        key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
+    else:
+        kernel, constexprs = DOWN, {**constexprs, "PAIRS": True}
+        key = kernel.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "hidden_ptr": "hidden",
         **_weights(spec.w2, "w2"),
@@ -169,7 +185,7 @@ def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) ->
         "y_ptr": "y",
         "R": routes,
     }
-    return DOWN.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
+    return kernel.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
 
 
 def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
@@ -194,7 +210,7 @@ def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
         "WARPS": warps,
         "PDL": spec.pdl,
     }
-    kernel, _ = HOPPER
+    kernel = HOPPER[2]
     key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "x_ptr": "x",
@@ -228,7 +244,7 @@ def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
         "WARPS": warps,
         "PDL": spec.pdl,
     }
-    _, kernel = HOPPER
+    kernel = HOPPER[3]
     key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "hidden_ptr": "hidden",
@@ -239,16 +255,19 @@ def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
     return kernel.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
 
 
-def _sizes(spec: MoeSpec, stored: StoredWeights, ids: str | None) -> dict[str, Constexpr]:
+def _sizes(
+    spec: MoeSpec, stored: StoredWeights, ids: str | None, tile: Tile
+) -> dict[str, Constexpr]:
     """Sizes that a matrix kernel reads; the number of experts only where it reads ids."""
+    divides = None if stored.global_scale == "none" else stored.global_scale == "divisor"
     return {
         "K": spec.hidden_size,
         "N": spec.intermediate_size,
         "E": spec.num_experts if ids else None,
         "NUM_GLOBAL": spec.num_global_experts if ids else None,
-        "ELEMENT": stored.element,
         "GROUP_SIZE": stored.group_size,
-        "DIVIDES": None if stored.global_scale == "none" else stored.global_scale == "divisor",
+        # Hopper's own are for int4.
+        **({} if tile.is_wgmma else {"ELEMENT": stored.element, "DIVIDES": divides}),
         "PDL": spec.pdl,
     }
 
@@ -295,15 +314,15 @@ def _tile(spec: MoeSpec, ids: str | None) -> dict[str, Argument]:
     return {"topk_ids_ptr": "topk_ids", **map_argument(spec)}
 
 
-def _weight_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
-    return {
-        **_int4_types(spec, stored),
-        "global_scale_ptr": None if stored.global_scale == "none" else "*fp32",
-    }
+def _weight_types(spec: MoeSpec, stored: StoredWeights, tile: Tile) -> dict[str, str | None]:
+    types = _int4_types(spec, stored)
+    if not tile.is_wgmma:
+        types["global_scale_ptr"] = None if stored.global_scale == "none" else "*fp32"
+    return types
 
 
 def _int4_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
-    """What int4 weights have of those."""
+    """What int4 weights have."""
     return {
         "codes_ptr": "*i16",
         "scales_ptr": f"*{stored.operand_scale}",

@@ -1,0 +1,98 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202
+"""The loop that FC1 and FC2 share in Gluon where experts have few rows.
+
+A program multiplies row blocks of W by 8 or 16 routes with `mma.sync`, W on the left. Codes, scales
+and x all come by `cp.async`, blocks of 128 columns STAGES - 1 ahead, so that nothing in the loop
+waits for memory but for the block itself. Products of a group are summed, then scaled in fp32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block
+
+__all__ = ["begin", "stream_products", "x_layout"]
+
+
+@gluon.constexpr_function
+def sum_layout(WARPS):
+    """Of products: each warp has 16 rows of W."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+
+
+@gluon.constexpr_function
+def x_layout(WARPS):
+    """Of pointers to `[routes, 128]` of x: 16 bytes a thread."""
+    return gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def begin(
+    source, first, last,
+    K: gl.constexpr, HEIGHT: gl.constexpr, PARTS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    ROWS: gl.constexpr, SPAN: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Buffers, and copies of the blocks of turns from `first` on. source is as `copy_block`'s."""
+    GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE
+    row_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    words_s: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    shared = (
+        buffers(source[0].dtype.element_ty, 1, [STAGES, BLOCK_M, 128], x_s),
+        buffers(gl.int16, 1, [STAGES, ROWS, 32], words_s),
+        buffers(source[5].dtype.element_ty, GROUPS, [STAGES, ROWS], row_s),
+        buffers(gl.uint8, GROUPS * len(source[6]), [STAGES, ROWS], row_s),
+    )
+    for ahead in gl.static_range(STAGES - 1):
+        copy_block(
+            shared, source, first + ahead, last,
+            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
+        )  # fmt: skip
+    return shared
+
+
+@gluon.jit
+def add_plane(part, words, zero, x, PLANE: gl.constexpr, WARPS: gl.constexpr):
+    """part + the product of a plane of words with its 32 columns of x `[128, routes]`."""
+    x_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sum_layout(WARPS), k_width=2)
+    numbers = codes_of_plane(words, zero, x, PLANE)
+    return mma_v2(numbers, x.slice(32 * PLANE, 32).load(x_l), part)
+
+
+@gluon.jit
+def stream_products(
+    shared, source, first, end, last,
+    K: gl.constexpr, HEIGHT: gl.constexpr, PARTS: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    ROWS: gl.constexpr, SPAN: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """W x^T of turns first..end, `[ROWS, BLOCK_M]` fp32; copies run on towards turn `last`."""
+    xs, words, scales, zeros = shared
+    GROUPS: gl.constexpr = len(scales)
+    sum_l: gl.constexpr = sum_layout(WARPS)
+    words_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_l, k_width=2)
+    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=sum_l)
+    for turn in range(first, end):
+        slot = turn % STAGES
+        async_copy.wait_group(STAGES - 2)
+        copy_block(
+            shared, source, turn + STAGES - 1, last,
+            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
+        )  # fmt: skip
+        block = words[0].index(slot).load(words_l)
+        x = xs[0].index(slot).permute((1, 0))
+        for span in gl.static_range(GROUPS):
+            scale = scales[span].index(slot).load(gl.SliceLayout(1, sum_l)).to(gl.float32)
+            zero = ()
+            if len(zeros) > 0:
+                zero = (zeros[span].index(slot).load(gl.SliceLayout(1, words_l)),)
+            part = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=sum_l)
+            for step in gl.static_range(4 // GROUPS):
+                part = add_plane(part, block, zero, x, span * (4 // GROUPS) + step, WARPS)
+            acc += part * scale[:, None]
+    return acc
