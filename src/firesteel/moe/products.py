@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRODUCT_KERNELS",
+    "STREAM_ROWS",
     "TABLES",
     "activate",
     "down",
