@@ -54,7 +54,12 @@ def test_the_type_of_scales_is_named_where_it_is_not_the_layers() -> None:
 
 @pytest.mark.parametrize(
     ("target", "pdl", "wgmma"),
-    [("sm_80", False, False), ("sm_89", False, False), ("sm_90", True, True), ("sm_120", True, False)],
+    [
+        ("sm_80", False, False),
+        ("sm_89", False, False),
+        ("sm_90", True, True),
+        ("sm_120", True, False),
+    ],
 )
 @pytest.mark.parametrize("before", [True, False])
 def test_a_target_says_which_launches_and_kernels_there_are(
