@@ -61,7 +61,7 @@ def specs(draw: st.DrawFn) -> MoeSpec:
 
 
 def launches_of(spec: MoeSpec, num_tokens: int) -> dict[str, Launch]:
-    """Each launch of a call by its kernel; products by the name that every kernel of them shares."""
+    """Each launch of a call by its kernel; products by the name that all kernels of them share."""
     found = {_role(launch.key): launch for launch in select(spec, num_tokens, IDS)}
     assert len(found) == len(select(spec, num_tokens, IDS))
     return found
