@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from firesteel.moe.spec import MoeSpec
     from firesteel.moe.tuning import Tile
 
-__all__ = ["KERNELS", "num_blocks", "select", "tile_of", "workspace"]
+__all__ = ["KERNELS", "has_wgmma", "num_blocks", "select", "tile_of", "workspace"]
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
@@ -67,11 +67,11 @@ def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
     if spec.batch_invariant:
         return spec.tiles.batch_invariant
     each = num_routes / spec.num_experts
-    found = spec.tiles.of_wgmma(each) if _has_wgmma(spec) else None
+    found = spec.tiles.of_wgmma(each) if has_wgmma(spec) else None
     return found or spec.tiles.of_sorted(each)
 
 
-def _has_wgmma(spec: MoeSpec) -> bool:
+def has_wgmma(spec: MoeSpec) -> bool:
     """Whether Hopper's own kernels read such weights: int4 with scales of the layer's type."""
     stored = (spec.w13, spec.w2)
     return spec.wgmma and all(s.element == "int4" and s.scale == spec.dtype for s in stored)
@@ -139,7 +139,7 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
             _combine(spec, ids, num_tokens),
         )
     each = routes / spec.num_experts
-    direct = (spec.tiles.of_wgmma(each) if _has_wgmma(spec) else None) or spec.tiles.direct
+    direct = (spec.tiles.of_wgmma(each) if has_wgmma(spec) else None) or spec.tiles.direct
     return (
         gate_up(spec, ids, direct, routes, routes),
         *((activate(spec, ids, routes),) if split_k(spec) > 1 else ()),
