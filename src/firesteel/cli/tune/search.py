@@ -251,8 +251,8 @@ def _wgmma_ranges(
     count, chosen = points[0]
     first = count * spec.top_k / spec.num_experts
     place = next(n for n, (bound, _) in enumerate(steps) if first < bound)
-    _, before = steps[place]
-    if chosen is not None and (before is None or before.rows < chosen.rows):
+    start, before = steps[place - 1][0] if place else 0.0, steps[place][1]
+    if start < first and chosen is not None and (before is None or before.rows < chosen.rows):
         steps.insert(place, (first, before))
     found = _ranges(steps, points, spec)
     firsts = (0.0, *(bound for bound, _ in found))
