@@ -55,9 +55,10 @@ def test_traffic_that_reaches_every_key_passes(put):
     by_kernel: Counter[str] = Counter()
     for counted in found["launches_by_key"]:
         by_kernel[counted["kernel"].rpartition(".")[2]] += counted["launches"]
+    gate_up, down = "gate_up_stream_kernel", "down_stream_kernel"
     # One direct call and two packed ones.
-    direct = Counter(gate_up_kernel=1, activate_kernel=1, down_kernel=1, combine_kernel=1)
-    packed = Counter(place_kernel=2, gate_up_kernel=2, down_kernel=2, combine_kernel=2)
+    direct = Counter({gate_up: 1, "activate_kernel": 1, down: 1, "combine_kernel": 1})
+    packed = Counter({"place_kernel": 2, gate_up: 2, down: 2, "combine_kernel": 2})
     assert by_kernel == direct + packed
     assert found["launches"] == by_kernel.total()
 
@@ -77,7 +78,7 @@ def test_keys_that_are_never_reached_have_the_numbers_of_the_plan(put):
     made = plan(LAYER, 64, flags={"ids": ["i32"]})
     direct = [n for n, key in enumerate(made.keys) if made.ranges()[key] == [(1, 4)]]
     names = {made.keys[number].name for number in direct}
-    assert names == {"gate_up_kernel", "activate_kernel", "down_kernel"}
+    assert names == {"gate_up_stream_kernel", "activate_kernel", "down_stream_kernel"}
     lines = result.stdout.splitlines()
     head = f"never reached    {len(direct)} keys: {', '.join(map(str, direct))}"
     assert head in [line.rstrip() for line in lines]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from firesteel.cli.keys import distinctions, spans
+from firesteel.cli.keys import distinctions, key_cells, spans
 from firesteel.launch import LaunchKey, plan
+from firesteel.moe.plan import tile_of
 from firesteel.moe.spec import GEOMETRIES, geometry
 from firesteel.moe.tuning_file import default_table, write_table
 from tests.checkpoints import STORAGES, edit_config, write
@@ -35,11 +36,11 @@ def test_the_reference_geometry_is_planned():
     title = "MoE int4-g128 K=6144 N=512 E=256 top_k=8 bf16 silu"
     assert first == f"{title}: 12 keys for 0..64 tokens"
     assert rows[0] == "key kernel tokens what sets it apart warps stages"
-    assert rows[1] == "0 gate_up_kernel 1-4 int32 ids, direct, SPLIT_K 4 4 4"
+    assert rows[1] == "0 gate_up_stream_kernel 1-4 int32 ids, direct, SPLIT_K 4 4 4"
     assert rows[2] == "1 activate_kernel 1-4 int32 ids 4 3"
-    assert rows[3] == "2 down_kernel 1-4 int32 ids, direct, BLOCK_N 64, SPAN 1 4 3"
+    assert rows[3] == "2 down_stream_kernel 1-4 int32 ids, direct, BLOCK_N 64, SPAN 1 4 4"
     assert rows[4] == "3 combine_kernel 1-64 int32 ids 4 3"
-    assert rows[6] == "5 gate_up_kernel 5-64 packed, SPLIT_K 1 4 3"
+    assert rows[6] == "5 gate_up_stream_kernel 5-64 packed, SPLIT_K 1 4 4"
     assert "hidden bf16 512 x 512 524,288" in rows
     made = plan(geometry("glm-5.2", tensor_parallel=4), 64)
     # Below the rows of keys stands a blank line.
@@ -89,12 +90,13 @@ def tiles_of(found: dict) -> set[int]:
 
 def test_batch_invariant_is_another_spec():
     # So many tokens reach every tile of a plan whose rows may differ.
-    usual = invoke_json("plan", *SEED, "--max-tokens", 1280)
-    assert tiles_of(usual) == {tile.rows for _, tile in TILES.sorted}
+    usual = invoke_json("plan", *SEED, "--max-tokens", 2000)
+    assert tiles_of(usual) == {tile.rows for *_, tile in TILES.wgmma}
     found = invoke_json("plan", *SEED, "--max-tokens", 1280, "--batch-invariant")
     assert found["spec"]["batch_invariant"] is True
     assert tiles_of(found) == {TILES.batch_invariant.rows}
     (gate_up,) = (key for key in found["keys"] if key["kernel"].endswith("gate_up_kernel"))
+    assert not any("wgmma" in key["kernel"] for key in found["keys"])
     assert gate_up["tokens"] == [[1, 1280]]
 
 
@@ -249,23 +251,53 @@ def key(kernel: str, *, warps: int = 4, arguments: tuple = (), **constexprs) -> 
 
 @pytest.mark.parametrize("model", list(GEOMETRIES))
 def test_no_two_keys_of_a_plan_read_alike(model: str):
-    made = plan(geometry(model, group_size=64), 2048)
-    shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
-    assert len(set(shown)) == len(made.keys)
-    tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
-    assert tiles == {tile.rows for _, tile in TILES.sorted}
+    for target in ("sm_90", "sm_120"):
+        spec = geometry(model, group_size=64).for_target(target)
+        made = plan(spec, 2048)
+        shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
+        assert len(set(shown)) == len(made.keys)
+        tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
+        counts = [tile_of(spec, num_tokens * spec.top_k).rows for num_tokens in range(1, 2049)]
+        assert tiles == {spec.tiles.direct.rows, *counts}
+        assert len(tiles) == 4
+
+
+def gate_ups_of(target: str) -> list[tuple[str, str, str]]:
+    """FC1's keys of a large plan: kernel, what sets it apart, and stages."""
+    spec = geometry("glm-5.2", tensor_parallel=4).for_target(target)
+    made = plan(spec, 3072, flags={"ids": ("i32",)})
+    cells = [(name, apart, stages) for name, apart, _, stages in key_cells(made.keys)]
+    return [cell for cell in cells if cell[0].startswith("gate_up")]
 
 
 def test_keys_of_a_large_plan_are_told_apart_by_how_they_cut_the_layer():
-    made = plan(geometry("glm-5.2", tensor_parallel=4), 3072, flags={"ids": ("i32",)})
-    apart = distinctions(made.keys)
-    shown = [text for k, text in zip(made.keys, apart, strict=True) if k.name == "gate_up_kernel"]
-    assert shown == [
-        "int32 ids, direct, BLOCK_M 8, SPLIT_K 4",
-        "packed, BLOCK_M 8, SPLIT_K 1",
-        "packed, BLOCK_M 16, SPLIT_K 1",
-        "packed, BLOCK_M 32, SPLIT_K 1",
-        "packed, BLOCK_M 64, SPLIT_K 1, JOINT",
+    assert gate_ups_of("sm_120") == [
+        ("gate_up_kernel", "int32 ids, direct, BLOCK_M 8, SPLIT_K 4", "4"),
+        ("gate_up_kernel", "packed, BLOCK_M 8, SPLIT_K 1", "3"),
+        ("gate_up_kernel", "packed, BLOCK_M 16, SPLIT_K 1", "3"),
+        ("gate_up_kernel", "packed, BLOCK_M 32, SPLIT_K 1", "3"),
+        ("gate_up_kernel", "packed, BLOCK_M 64, SPLIT_K 1, JOINT", "3"),
+    ]
+    # Their stages are constants, and are shown as those of the others.
+    assert gate_ups_of("sm_90") == [
+        ("gate_up_stream_kernel", "int32 ids, direct, BLOCK_M 8, SPLIT_K 4", "4"),
+        ("gate_up_stream_kernel", "packed, BLOCK_M 8, SPLIT_K 1", "4"),
+        ("gate_up_stream_kernel", "packed, BLOCK_M 16, SPLIT_K 1", "4"),
+        ("gate_up_wgmma_kernel", "BLOCK_M 64, BLOCK_N 64", "3"),
+        ("gate_up_wgmma_kernel", "BLOCK_M 128, BLOCK_N 128", "4"),
+    ]
+
+
+def test_stages_and_warps_of_kernels_in_gluon_tell_keys_apart_once():
+    keys = [
+        key("a", WARPS=4, STAGES=3),
+        key("a", WARPS=4, STAGES=4),
+        key("a", warps=8, WARPS=8, STAGES=4),
+    ]
+    assert distinctions(keys) == [
+        "num_warps 4, num_stages 3",
+        "num_warps 4, num_stages 4",
+        "num_warps 8, num_stages 4",
     ]
 
 

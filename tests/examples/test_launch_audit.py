@@ -120,12 +120,9 @@ def test_firesteels_own_plan_misses_nothing_and_reaches_every_key(example, serve
     assert found.reached == found.prewarmed == keys
     assert len(keys) == (15 if name in PREFILL else 7)
     # One tile of few routes, then those of sorted ones.
-    tiles = [constexpr(key, "BLOCK_M") for key in keys if key.name == "gate_up_kernel"]
-    sorted_tiles = [tile.rows for _, tile in layer.tiles.sorted]
-    assert tiles == [
-        layer.tiles.direct.rows,
-        *(sorted_tiles if name in PREFILL else sorted_tiles[:1]),
-    ]
+    tiles = [constexpr(key, "BLOCK_M") for key in keys if key.name.startswith("gate_up")]
+    direct, *sorted_tiles = (tile.rows for *_, tile in layer.tiles.wgmma)
+    assert tiles == [direct, *(sorted_tiles if name in PREFILL else sorted_tiles[:1])]
     launches = sum(len(select(layer, num_tokens, flags)) for num_tokens in traffic)
     assert sum(found.launches.values()) == launches
 

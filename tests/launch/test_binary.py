@@ -22,9 +22,14 @@ from firesteel.launch.binary import (
     Binary,
     checked_target,
     compile_all,
+    has_gluon,
     identity,
+    supports_dependent_launch,
+    supports_wgmma,
+    triton_source,
     triton_version,
 )
+from firesteel.moe.spec import geometry
 from tests.launch.gather_rows import GatherRows
 from tests.launch.rig import pretended
 
@@ -309,3 +314,47 @@ def test_compiling_again_gives_the_same_bytes() -> None:
             WANTED[:1], "sm_90", threads=1, done=lambda key, made: found.append(made.to_bytes())
         )
     assert found[0] == found[1]
+
+
+def test_kernels_in_triton_and_in_gluon_are_compiled_as_such() -> None:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    made = plan(geometry("glm-5.2", tensor_parallel=4).for_target("sm_90"), 4096)
+    kinds = {
+        key.name: type(triton_source(made.kernels[key.kernel], key)) is GluonASTSource
+        for key in made.keys
+    }
+    assert kinds == {name: "_stream_" in name or "_wgmma_" in name for name in kinds}
+    assert set(kinds.values()) == {True, False}
+    # Either is told types, constants and alignments alike.
+    for key in made.keys:
+        source = triton_source(made.kernels[key.kernel], key)
+        parameters = [parameter.name for parameter in made.kernels[key.kernel].parameters]
+        assert list(source.signature) == parameters
+        constants = [name for name, kind in source.signature.items() if kind == "constexpr"]
+        assert {source.fn.arg_names[place] for (place,) in source.constants} == set(constants)
+        aligned = [name for name, kind in key.arguments if kind.endswith("@16")]
+        assert [parameters[place] for (place,) in source.attrs] == aligned
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("3.4.0", (False, False)), ("3.5.1", (True, False)), ("3.6.0", (True, True))],
+)
+def test_what_a_version_of_triton_has(
+    monkeypatch: pytest.MonkeyPatch, version: str, expected: tuple[bool, bool]
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert (supports_dependent_launch("sm_90"), supports_wgmma("sm_90")) == expected
+    assert has_gluon() == expected[1]
+    # Only one target has those products.
+    assert not supports_wgmma("sm_80")
+    assert not supports_wgmma("sm_100")
+    assert not supports_wgmma("sm_120")
+
+
+def test_without_triton_there_is_no_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not has_gluon()
+    with pytest.raises(UnsupportedError, match="triton: not installed, kernels need it"):
+        triton_version()

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Kernel
+from firesteel.launch.binary import has_gluon, identity
 
 _numbers = itertools.count()
 
@@ -184,6 +185,64 @@ def test_the_methods_of_an_aggregate_are_reached(tmp_path: Path) -> None:
     assert digest(tmp_path, text.replace("self.value = value", "self.value = -value") + code) != (
         first
     )
+
+
+GLUON = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+FACTOR = gl.constexpr(5)
+
+@gluon.constexpr_function
+def width(warps):
+    return 7 * warps
+
+@gluon.constexpr_function
+def layout(warps):
+    return gl.BlockedLayout([1], [32], [width(warps) // 7], [0])
+
+@triton.jit
+def negated(x):
+    return -x
+
+@gluon.jit
+def scaled(x):
+    return negated(x) * 2
+
+@gluon.jit
+def kernel(x_ptr, WARPS: gl.constexpr):
+    at = gl.arange(0, 128, layout=layout(WARPS))
+    gl.store(x_ptr + at, scaled(gl.load(x_ptr + at)) * FACTOR)
+"""
+
+
+@pytest.mark.skipif(not has_gluon(), reason="needs Triton 3.6 or later")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("negated(x) * 2", "negated(x) * 3"),
+        ("[1], [32]", "[2], [32]"),
+        ("7 * warps", "7 * warps + 7"),
+        ("constexpr(5)", "constexpr(6)"),
+        ("return -x", "return x"),
+    ],
+)
+def test_what_a_kernel_in_gluon_reaches_changes_its_identity(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    """Helpers, functions of constants at any depth, constants, and helpers in plain Triton."""
+
+    def made(text: str) -> tuple[str, str]:
+        kernel = Kernel(imported(tmp_path, text).kernel)
+        key = kernel.key({"x_ptr": "*fp32"}, {"WARPS": 4})
+        return kernel.source_digest, identity(kernel, key, "sm_90")
+
+    assert GLUON.count(old) == 1
+    first = made(GLUON)
+    assert made("# elsewhere\n" + GLUON) == first
+    changed = made(GLUON.replace(old, new))
+    assert changed[0] != first[0]
+    assert changed[1] != first[1]
 
 
 def test_functions_that_change_places_change_the_digest(tmp_path: Path) -> None:

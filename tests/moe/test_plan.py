@@ -9,18 +9,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firesteel.errors import InvalidArgumentError, NotPlannedError, UnsupportedError
-from firesteel.launch import Launch, Stride, plan
+from firesteel.launch import Launch, LaunchKey, Stride, plan
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.plan import num_blocks, select, tile_of, workspace
 from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
+from firesteel.moe.tuning import Down, GateUp, LayerTiles, Shape, Tile, TileTable
+from firesteel.moe.tuning_file import default_table
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 IDS = (("ids", "i32"),)
 GLM = geometry("glm-5.2", tensor_parallel=4)
 INT4 = {"element": "int4", "group_size": 32, "scale": "bf16", "global_scale": "none"}
 TILES = GLM.tiles.sorted
+LARGE = Tile(64, GateUp(64, 4, 3), False, Down(64, 2, 4, 3))
+# Hopper's own take every count in tiles of 32 rows, fewer than any other has; direct ones too.
+ODD = TileTable(
+    *("odd", "A GPU", "9.0", "2026-11-29", "2.11.0", "3.6.0"),
+    rows=LayerTiles(
+        ((math.inf, LARGE),),
+        LARGE,
+        2,
+        LARGE,
+        ((0.0, math.inf, replace(LARGE, rows=32, is_wgmma=True)),),
+    ).rows(Shape(256, 128, "int4-g128")),
+)
 
 
 @st.composite
@@ -41,7 +55,25 @@ def specs(draw: st.DrawFn) -> MoeSpec:
         weight_on_input=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         pdl=draw(st.booleans()),
+        wgmma=draw(st.booleans()),
+        table=draw(st.sampled_from((default_table(), ODD))),
     )
+
+
+def launches_of(spec: MoeSpec, num_tokens: int) -> dict[str, Launch]:
+    """Each launch of a call by its kernel; products by the name that all kernels of them share."""
+    found = {_role(launch.key): launch for launch in select(spec, num_tokens, IDS)}
+    assert len(found) == len(select(spec, num_tokens, IDS))
+    return found
+
+
+def _role(key: LaunchKey) -> str:
+    return key.name.replace("_stream", "").replace("_wgmma", "")
+
+
+def tables_of(launches: dict[str, Launch]) -> Launch | None:
+    """What lays out the tiles of sorted routes; None where they are not sorted."""
+    return launches.get("place_kernel") or launches.get("scatter_kernel")
 
 
 def argument(launch: Launch, name: str) -> object:
@@ -92,7 +124,7 @@ def test_select_is_total() -> None:
 
 @given(spec=specs(), num_tokens=st.integers(1, 3000))
 def test_grids_cover_every_route_row_and_column(spec: MoeSpec, num_tokens: int) -> None:
-    launches = {launch.key.name: launch for launch in select(spec, num_tokens, IDS)}
+    launches = launches_of(spec, num_tokens)
     routes = num_tokens * spec.top_k
     gate_up, down = launches["gate_up_kernel"], launches["down_kernel"]
     for launch, columns in ((gate_up, spec.intermediate_size), (down, spec.hidden_size)):
@@ -101,39 +133,45 @@ def test_grids_cover_every_route_row_and_column(spec: MoeSpec, num_tokens: int) 
         each = constants["BLOCK_N"] * constants.get("SPAN", 1)
         assert launch.grid[0] == math.ceil(columns / each)
         tiles = num_blocks(routes, spec.num_experts, constants["BLOCK_M"])
-        assert launch.grid[1] == (tiles if "place_kernel" in launches else routes)
+        assert launch.grid[1] == (tiles if tables_of(launches) else routes)
         assert launch.grid[1] <= 65535
     combine = launches["combine_kernel"]
     assert combine.grid[0] == num_tokens
     assert combine.grid[1] * dict(combine.key.constexprs)["BLOCK_K"] >= spec.hidden_size
-    if "place_kernel" in launches:
-        place = dict(launches["place_kernel"].key.constexprs)
-        assert place["E_BLOCK"] >= spec.num_experts
-        # The tiles that are laid out are those that both products work through.
-        rows = argument(launches["place_kernel"], "tile_rows")
-        assert rows == tile_of(spec, routes).rows
-        assert all(dict(each.key.constexprs)["BLOCK_M"] == rows for each in (gate_up, down))
-        # A program counts so many routes itself, or another launch has counted them.
-        assert "count_kernel" in launches or routes <= 4096
-        assert "counts_ptr" in dict(launches["place_kernel"].key.arguments) or (
-            "count_kernel" not in launches
-        )
+    place = tables_of(launches)
+    products = [dict(each.key.constexprs) for each in (gate_up, down)]
+    if place is None:
+        # Kernels that know no ids take sorted routes only.
+        assert all("topk_ids_ptr" in dict(each.key.arguments) for each in (gate_up, down))
+        return
+    assert dict(place.key.constexprs)["E_BLOCK"] >= spec.num_experts
+    # The tiles that are laid out are those that both products work through.
+    rows = argument(place, "tile_rows")
+    assert rows == tile_of(spec, routes).rows
+    assert [each["BLOCK_M"] for each in products] == [rows, rows]
+    # A program counts so many routes itself, or another launch has counted them by chunks.
+    assert ("count_kernel" in launches) == ("scatter_kernel" in launches) == (routes > 4096)
+    if "count_kernel" in launches:
+        count = launches["count_kernel"]
+        chunk = dict(count.key.constexprs)["BLOCK_R"]
+        assert count.grid == place.grid == (math.ceil(routes / chunk), 1, 1)
+        assert dict(place.key.constexprs)["BLOCK_R"] == chunk
 
 
 @given(spec=specs(), num_tokens=st.integers(1, 3000))
 def test_split_sums_are_added_up(spec: MoeSpec, num_tokens: int) -> None:
     """Spans of FC1 write `partials`, and `activate` reads as many of the same routes."""
-    launches = {launch.key.name: launch for launch in select(spec, num_tokens, IDS)}
+    launches = launches_of(spec, num_tokens)
     routes = num_tokens * spec.top_k
     gate_up = launches["gate_up_kernel"]
-    spans = dict(gate_up.key.constexprs)["SPLIT_K"]
+    spans = dict(gate_up.key.constexprs).get("SPLIT_K", 1)
     assert gate_up.grid[2] == spans
     assert ("activate_kernel" in launches) == (spans > 1)
     written = {"partials_ptr", "hidden_ptr"} & set(dict(gate_up.key.arguments))
     assert written == {"partials_ptr" if spans > 1 else "hidden_ptr"}
     if spans == 1:
         return
-    assert "place_kernel" not in launches
+    assert tables_of(launches) is None
     activate = launches["activate_kernel"]
     constants = dict(activate.key.constexprs)
     assert constants["SPLIT_K"] == spans
@@ -158,8 +196,10 @@ def test_regions_hold_what_the_launches_write(spec: MoeSpec, num_tokens: int) ->
     assert sizes["num_blocks"] == 1
     assert sizes["expert_offsets"] == spec.num_experts + 1
     tiles = num_blocks(routes, spec.num_experts, tile_of(spec, routes).rows)
-    launches = {launch.key.name: launch for launch in select(spec, num_tokens, IDS)}
-    if "place_kernel" in launches:
+    launches = launches_of(spec, num_tokens)
+    if "count_kernel" in launches:
+        assert sizes["counts"] >= launches["count_kernel"].grid[0] * spec.num_experts
+    if tables_of(launches):
         assert min(sizes["block_row"], sizes["block_expert"]) >= tiles
     if "activate_kernel" in launches:
         spans = launches["gate_up_kernel"].grid[2]
@@ -180,12 +220,65 @@ def test_a_tile_serves_the_routes_an_expert_has_up_to_its_bound() -> None:
     assert bounds[-1] == math.inf
     # Many routes an expert fill more rows than few.
     assert TILES[0][1].rows < TILES[-1][1].rows
+    plain = replace(GLM, wgmma=False)
     for bound, tile in TILES[:-1]:
         at = int(bound * GLM.num_experts)
-        assert tile_of(GLM, at - 1) is tile
-        assert tile_of(GLM, at) is not tile
-    assert tile_of(GLM, 1 << 30) is TILES[-1][1]
+        assert tile_of(plain, at - 1) is tile
+        assert tile_of(plain, at) is not tile
+    assert tile_of(plain, 1 << 30) is TILES[-1][1]
     assert tile_of(replace(GLM, batch_invariant=True), 1) is GLM.tiles.batch_invariant
+
+
+def test_tiles_of_hoppers_own_kernels_come_before_the_others() -> None:
+    ranges = GLM.tiles.wgmma
+    assert ranges
+    for first, below, tile in ranges:
+        counts = [math.ceil(first * GLM.num_experts), 1 << 30]
+        if below != math.inf:
+            counts[1] = math.ceil(below * GLM.num_experts) - 1
+        assert all(tile_of(GLM, count) is tile for count in counts)
+        for count in counts:
+            assert tile_of(replace(GLM, wgmma=False), count) is GLM.tiles.of_sorted(count / 256)
+            invariant = replace(GLM, batch_invariant=True)
+            assert tile_of(invariant, count) is GLM.tiles.batch_invariant
+
+
+def products_of(spec: MoeSpec) -> list[LaunchKey]:
+    made = plan(spec, 4000, flags={"ids": ["i32"]})
+    return [key for key in made.keys if _role(key) in ("gate_up_kernel", "down_kernel")]
+
+
+def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
+    """A table that has only those gives the same launches, and none is of Hopper's kernels."""
+    (shape,) = (each for each in GLM.table.shapes if each == (6144, 512, "int4-g128"))
+    rows = replace(GLM.tiles, wgmma=()).rows(shape)
+    others = replace(GLM, table=replace(GLM.table, rows=rows))
+    plain = replace(GLM, wgmma=False)
+    for num_tokens in (1, 4, 5, 40, 64, 700, 2048, 8192):
+        assert select(plain, num_tokens, IDS) == select(others, num_tokens, IDS)
+    assert {key.name for key in products_of(plain)} == {"gate_up_kernel", "down_kernel"}
+    assert not {key.name for key in products_of(GLM)} & {"gate_up_kernel", "down_kernel"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wgmma": False},
+        {"dtype": "fp16"},
+        {"w13": StoredWeights(scale="fp16")},
+        {"w2": StoredWeights(scale="fp32")},
+        {"w2": StoredWeights.fp4("mxfp4")},
+        {"w13": StoredWeights.fp4("nvfp4")},
+    ],
+)
+def test_weights_that_hoppers_own_kernels_do_not_read_take_the_other_rows(changes: dict) -> None:
+    spec = replace(GLM, **changes)
+    names = {key.name for key in products_of(spec)}
+    assert names == {"gate_up_kernel", "down_kernel"}
+    # With scales of the layer's own type they are read in either type.
+    fp16 = StoredWeights(scale="fp16")
+    names = {key.name for key in products_of(replace(GLM, dtype="fp16", w13=fp16, w2=fp16))}
+    assert not names & {"gate_up_kernel", "down_kernel"}
 
 
 def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:
@@ -219,8 +312,8 @@ def test_each_named_geometry_plans_as_fp4(name: str, element: str) -> None:
     pointers = {name for key in products for name, _ in key.arguments}
     assert ("global_scale_ptr" in pointers) == (element == "nvfp4")
     assert {dict(key.arguments)["scales_ptr"] for key in products} == {"*u8@16"}
-    # The same tiles as int4.
-    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4)}
+    # The same tiles as int4 on the same kernels.
+    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4), "wgmma": False}
     int4 = select(replace(spec, **same), 300, IDS)
     assert [launch.grid for launch in select(spec, 300, IDS)] == [each.grid for each in int4]
 
@@ -234,7 +327,7 @@ def test_the_reference_plan_has_few_keys() -> None:
 def test_a_batch_invariant_plan_multiplies_in_one_way() -> None:
     made = plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]})
     for name in ("gate_up_kernel", "down_kernel", "combine_kernel"):
-        assert sum(key.name == name for key in made.keys) == 1
+        assert sum(_role(key) == name for key in made.keys) == 1
     assert not any(key.name == "activate_kernel" for key in made.keys)
     assert {dict(key.constexprs).get("SPLIT_K", 1) for key in made.keys} == {1}
 
@@ -242,10 +335,13 @@ def test_a_batch_invariant_plan_multiplies_in_one_way() -> None:
 def test_ids_that_no_code_reads_make_no_key() -> None:
     made = plan(GLM, 3072)
     packed = [
-        k for k in made.keys if k.name == "gate_up_kernel" and dict(k.constexprs)["E"] is None
+        k
+        for k in made.keys
+        if _role(k) == "gate_up_kernel" and "route_ids_ptr" in dict(k.arguments)
     ]
     # Of both types of ids: what sorted routes feed is compiled once.
-    assert len(packed) == len(TILES)
+    tiles = {tile_of(GLM, routes) for routes in range(33, 3072 * 8)}
+    assert len(packed) == len(tiles)
     assert all("topk_ids_ptr" not in dict(key.arguments) for key in packed)
 
 
@@ -255,6 +351,7 @@ def test_ids_that_no_code_reads_make_no_key() -> None:
         ({"hidden_size": 0}, InvalidArgumentError, "hidden_size: got 0"),
         ({"hidden_size": 129}, UnsupportedError, "hidden_size: got 129"),
         ({"num_experts": True}, InvalidArgumentError, "num_experts: got True"),
+        ({"num_experts": 2049}, UnsupportedError, "num_experts: got 2049, must be at most 2048"),
         ({"top_k": 9}, InvalidArgumentError, "top_k: got 9"),
         ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32'"),
         ({"w13": StoredWeights(group_size=48)}, UnsupportedError, "w13.group_size: got 48"),

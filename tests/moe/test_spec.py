@@ -1,9 +1,12 @@
 """`MoeSpec`: titles that tell plans apart, and what a rank of several holds."""
 
+import sys
 from dataclasses import replace
 
 import pytest
+import triton
 
+from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
 
@@ -14,6 +17,7 @@ CHANGES = {
     "batch_invariant": {"batch_invariant": True},
     "weight_on_input": {"weight_on_input": True},
     "no pdl": {"pdl": False},
+    "no wgmma": {"wgmma": False},
     "E=8 of 16": {"num_global_experts": 16},
     "int4-g128/int4-g64": {"w2": StoredWeights(group_size=64)},
     "int4-g128/int4-g128-asym": {"w2": ASYMMETRIC},
@@ -46,6 +50,53 @@ def test_the_type_of_scales_is_named_where_it_is_not_the_layers() -> None:
     fp16 = StoredWeights(scale="fp16")
     assert replace(PLAIN, dtype="fp16", w13=fp16, w2=fp16).title.startswith("MoE int4-g128 K=")
     assert replace(PLAIN, dtype="fp16").title.startswith("MoE int4-g128-bf16 K=")
+
+
+@pytest.mark.parametrize(
+    ("target", "pdl", "wgmma"),
+    [
+        ("sm_80", False, False),
+        ("sm_89", False, False),
+        ("sm_90", True, True),
+        ("sm_120", True, False),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_target_says_which_launches_and_kernels_there_are(
+    target: str, pdl: bool, wgmma: bool, before: bool
+) -> None:
+    spec = replace(PLAIN, pdl=before, wgmma=before).for_target(target)
+    assert spec == replace(PLAIN, pdl=pdl, wgmma=wgmma)
+
+
+@pytest.mark.parametrize("target", ["90", "sm_75", "sm_9"])
+def test_a_target_that_is_none_is_refused(target: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"target: got '{target}', must be sm_80"):
+        PLAIN.for_target(target)
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.4.0", None])
+def test_hoppers_own_kernels_need_a_triton_that_has_gluon(
+    monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    if version is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    else:
+        monkeypatch.setattr(triton, "__version__", version)
+    words = "wgmma: got True, must be False with Triton before 3.6"
+    with pytest.raises(UnsupportedError, match=words):
+        replace(PLAIN, wgmma=True)
+    made = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+    assert not made.wgmma
+    if version is not None:
+        assert made.for_target("sm_90") == replace(PLAIN, pdl=version != "3.4.0", wgmma=False)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.10.1", "4.0.0+git"])
+def test_from_triton_3_6_on_they_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert replace(PLAIN, wgmma=False).for_target("sm_90").wgmma
+    assert MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2).wgmma
 
 
 def test_a_rank_keeps_the_bias_so_that_all_ranks_share_a_plan() -> None:

@@ -30,7 +30,7 @@ def spec_of(w13: Scheme = UP, w2: Scheme = DOWN, **changes) -> MoeSpec:
 def test_every_field_is_taken_from_where_it_stands():
     activation = Activation(name="swigluoai", limit=3.0)
     w2 = replace(DOWN, group_size=64, scale="bf16", has_zero_points=True)
-    spec = spec_of(w2=w2, activation=activation, has_bias=True, pdl=False)
+    spec = spec_of(w2=w2, activation=activation, has_bias=True)
     assert spec == MoeSpec(
         hidden_size=K,
         intermediate_size=N,
@@ -40,7 +40,6 @@ def test_every_field_is_taken_from_where_it_stands():
         w13=StoredWeights(group_size=32, scale="fp16", has_bias=True),
         w2=StoredWeights(group_size=64, scale="bf16", has_zero_points=True, has_bias=True),
         activation=activation,
-        pdl=False,
     )
 
 

@@ -33,6 +33,11 @@ TILE = Tile(8, GateUp(64, 4, 3), False, Down(64, 1, 4, 3))
 LARGE = replace(TILE, rows=64)
 ONE = LayerTiles(((math.inf, TILE),), TILE, 4, TILE)
 TWO = LayerTiles(((5.0, TILE), (math.inf, LARGE)), TILE, 1, LARGE)
+HOPPER = replace(LARGE, is_wgmma=True)
+# Ranges of Hopper's own kernels may leave holes.
+HOLES = replace(
+    TWO, wgmma=((2.0, 4.0, replace(HOPPER, rows=16)), (4.0, 9.0, HOPPER), (20.5, math.inf, HOPPER))
+)
 
 
 def table(*shapes: Shape, tiles: LayerTiles = ONE, name: str = "made") -> TileTable:
@@ -41,7 +46,7 @@ def table(*shapes: Shape, tiles: LayerTiles = ONE, name: str = "made") -> TileTa
     return TileTable(name, "A GPU", "9.0", "2026-11-29", "2.11.0", "3.6.0", rows)
 
 
-@pytest.mark.parametrize("tiles", [ONE, TWO])
+@pytest.mark.parametrize("tiles", [ONE, TWO, HOLES])
 def test_rows_and_tiles_are_inverse(tiles: LayerTiles) -> None:
     shape = Shape(256, 128, "int4-g128")
     made = table(Shape(64, 64, "int4-g32"), shape, tiles=tiles)
@@ -69,15 +74,25 @@ def test_every_count_of_every_geometry_has_one_tile(
                 table=found,
                 batch_invariant=batch_invariant,
             )
-            recipe = recipe_name(32, has_zero_points)
+            specs = {wgmma: replace(spec, wgmma=wgmma) for wgmma in (True, False)}
+            recipe = recipe_name("int4", 32, has_zero_points)
             shape = found.nearest(spec.hidden_size, spec.intermediate_size, recipe)
-            ranges = [r for r in found.rows if r.shape == shape and r.mode == "sorted"]
+            ranges, own = (
+                [r for r in found.rows if r.shape == shape and r.mode == mode]
+                for mode in ("sorted", "wgmma")
+            )
             for num_tokens in (*range(1, 600), *range(600, 70000, 777), 1 << 24):
                 routes = num_tokens * spec.top_k
                 each = routes / spec.num_experts
                 (row,) = (r for r in ranges if r.first <= each < r.below)
-                expected = spec.tiles.batch_invariant if batch_invariant else row.tile
-                assert tile_of(spec, routes) == expected
+                # None or one: that of Hopper's own kernels comes first.
+                hoppers = [r.tile for r in own if r.first <= each < r.below]
+                assert len(hoppers) <= 1
+                for wgmma in (True, False):
+                    expected = hoppers[0] if hoppers and wgmma else row.tile
+                    if batch_invariant:
+                        expected = spec.tiles.batch_invariant
+                    assert tile_of(specs[wgmma], routes) == expected
 
 
 @pytest.mark.parametrize("shipped", shipped_tables().values(), ids=shipped_tables())
@@ -146,6 +161,62 @@ def test_holes_and_overlaps_are_named(changes: dict[int, dict], words: str) -> N
         TileTable("made", "A GPU", "9.0", "2026-11-29", "2.11.0", "3.6.0", tuple(rows))
 
 
+@pytest.mark.parametrize(
+    ("routes_per_expert", "rows"),
+    [(0.0, None), (1.99, None), (2, 16), (3.99, 16), (4, 64), (9, None), (20, None), (20.5, 64)],
+)
+def test_hoppers_own_tiles_are_found_by_range(routes_per_expert: float, rows: int | None) -> None:
+    found = HOLES.of_wgmma(routes_per_expert)
+    assert (found and found.rows) == rows
+    assert HOLES.of_wgmma(1e9) is HOPPER
+    assert TWO.of_wgmma(routes_per_expert) is None
+    # Sorted ones serve every count all the same.
+    assert HOLES.of_sorted(routes_per_expert) is TWO.of_sorted(routes_per_expert)
+
+
+def hopper_rows(*ranges: tuple[float, float], **changes: bool) -> tuple[Row, ...]:
+    """The rows of TWO, with rows of mode wgmma from the fourth on."""
+    wgmma = tuple((first, below, replace(HOPPER, **changes)) for first, below in ranges)
+    return replace(TWO, wgmma=wgmma).rows(Shape(256, 128, "int4-g128"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            hopper_rows((2.0, 9.0), (8.0, 12.0)),
+            r"rows\[4\].routes_per_expert: got \[8.0, 12.0\] of K=256 N=128 int4-g128, must start "
+            "from 9.0, where the range before it ends, and end later",
+        ),
+        (
+            hopper_rows((12.0, math.inf), (2.0, 12.5)),
+            r"rows\[3\].routes_per_expert: got \[12.0, inf\] .* must start from 12.5",
+        ),
+        (hopper_rows((3.0, 3.0)), r"rows\[3\].routes_per_expert: got \[3.0, 3.0\] .* end later"),
+        (hopper_rows((-1.0, 3.0)), r"rows\[3\].routes_per_expert: .* must start from 0.0"),
+        (
+            hopper_rows((2.0, 9.0), is_wgmma=False),
+            r"rows\[3\].tile.is_wgmma: got False of K=256 N=128 int4-g128 wgmma, must be True of "
+            "mode wgmma and of no other",
+        ),
+        *(
+            (
+                tuple(
+                    replace(row, tile=HOPPER) if row.mode == mode else row for row in hopper_rows()
+                ),
+                rf"rows\[{number}\].tile.is_wgmma: got True of K=256 N=128 int4-g128 {mode}",
+            )
+            for number, mode in ((0, "direct"), (1, "sorted"), (3, "batch_invariant"))
+        ),
+    ],
+)
+def test_ranges_of_hoppers_own_that_overlap_and_tiles_of_another_mode_are_named(
+    rows: tuple[Row, ...], words: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        TileTable("made", "A GPU", "9.0", "2026-11-29", "2.11.0", "3.6.0", rows)
+
+
 def test_a_table_is_a_value() -> None:
     shape = Shape(256, 128, "int4-g128")
     made = table(shape)
@@ -153,9 +224,24 @@ def test_a_table_is_a_value() -> None:
     assert hash(made) == hash(table(shape))
     assert made != table(shape, name="another")
     assert made != table(shape, tiles=TWO)
-    assert layer_tiles(made, 256, 128, 128, False) is layer_tiles(
-        table(shape), 256, 128, 128, False
+    assert layer_tiles(made, 256, 128, "int4-g128") is layer_tiles(
+        table(shape), 256, 128, "int4-g128"
     )
+
+
+@pytest.mark.parametrize(
+    ("element", "group_size", "has_zero_points", "recipe"),
+    [
+        ("int4", 128, False, "int4-g128"),
+        ("int4", 32, True, "int4-g32-asym"),
+        ("mxfp4", 32, False, "mxfp4"),
+        ("nvfp4", 16, False, "nvfp4"),
+    ],
+)
+def test_recipes_have_names(
+    element: str, group_size: int, has_zero_points: bool, recipe: str
+) -> None:
+    assert recipe_name(element, group_size, has_zero_points) == recipe
 
 
 def test_another_table_is_another_plan_of_the_same_operands() -> None:

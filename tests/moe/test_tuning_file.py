@@ -26,12 +26,17 @@ from firesteel.moe.tuning_file import (
     table_of_device,
     write_table,
 )
-from tests.moe.test_tuning import TWO, table
+from tests.moe.test_tuning import HOLES, TWO, table
 
 MADE = table(Shape(256, 128, "int4-g128"), Shape(512, 64, "int4-g32-asym"), tiles=TWO)
+HOPPERS = table(
+    Shape(256, 128, "int4-g128"), Shape(512, 64, "nvfp4"), tiles=HOLES, name="hoppers_own"
+)
 
 
-@pytest.mark.parametrize("shipped", [*shipped_tables().values(), MADE], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "shipped", [*shipped_tables().values(), MADE, HOPPERS], ids=lambda t: t.name
+)
 def test_what_is_written_is_read_back(shipped: TileTable, tmp_path: Path) -> None:
     path = tmp_path / f"{shipped.name}.json"
     write_table(path, shipped)
@@ -40,6 +45,24 @@ def test_what_is_written_is_read_back(shipped: TileTable, tmp_path: Path) -> Non
     # Whoever may read the folder may read the table.
     assert path.stat().st_mode & 0o444 == 0o444
     assert find_table(str(path)) == shipped
+
+
+def test_ranges_of_hoppers_own_are_read_where_a_file_says_so() -> None:
+    found = json.loads(format_table(HOPPERS))
+    modes = [row["mode"] for row in found["rows"][:7]]
+    assert modes == ["direct", "sorted", "sorted", *["wgmma"] * 3, "batch_invariant"]
+    assert [row["tile"]["is_wgmma"] for row in found["rows"][:7]] == [
+        mode == "wgmma" for mode in modes
+    ]
+    assert found["rows"][5]["routes_per_expert"] == [20.5, None]
+    # It may be left out where it is false, and only there.
+    for row in found["rows"]:
+        if not row["tile"]["is_wgmma"]:
+            del row["tile"]["is_wgmma"]
+    assert parse_table(json.dumps(found), name="hoppers_own", where="here") == HOPPERS
+    del found["rows"][4]["tile"]["is_wgmma"]
+    with pytest.raises(InvalidArgumentError, match=r"here: rows\[4\].tile.is_wgmma: got False"):
+        parse_table(json.dumps(found), name="hoppers_own", where="here")
 
 
 @pytest.mark.parametrize("name", shipped_tables())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from firesteel.launch import LaunchKey
-from firesteel.launch.key import DTYPES
+from firesteel.launch.key import DTYPES, Constexpr
 
 __all__ = ["distinctions", "key_cells", "spans"]
 
@@ -15,9 +15,14 @@ _MAX_SPANS = 4
 def key_cells(keys: Sequence[LaunchKey]) -> list[tuple[str, str, str, str]]:
     """Kernel, what sets it apart, warps and stages of each key."""
     return [
-        (key.name, apart, str(key.num_warps), str(key.num_stages))
+        (key.name, apart, str(key.num_warps), str(_num_stages(key)))
         for key, apart in zip(keys, distinctions(keys), strict=True)
     ]
+
+
+def _num_stages(key: LaunchKey) -> Constexpr:
+    """Those of its loop: kernels in Gluon are given theirs as a constant."""
+    return dict(key.constexprs).get("STAGES", key.num_stages)
 
 
 def spans(found: Sequence[tuple[int, int]]) -> str:
@@ -56,12 +61,16 @@ def _apart(key: LaunchKey, family: Sequence[LaunchKey]) -> str:
 
 
 def _fields(key: LaunchKey) -> dict[str, Hashable]:
-    """Every field by name; those that are absent, or None, are left out."""
-    options = ("num_warps", "num_stages", "pdl", "cooperative")
+    """Every field by name; those that are absent, or None, are left out.
+
+    Kernels in Gluon have their warps and stages as constants too: those are left out.
+    """
+    twice = ("WARPS", "STAGES")
     return {
         **dict(key.arguments),
-        **{name: value for name, value in key.constexprs if value is not None},
-        **{name: getattr(key, name) for name in options},
+        **{n: value for n, value in key.constexprs if value is not None and n not in twice},
+        **{name: getattr(key, name) for name in ("num_warps", "pdl", "cooperative")},
+        "num_stages": _num_stages(key),
     }
 
 

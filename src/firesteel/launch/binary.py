@@ -145,8 +145,14 @@ def supports_dependent_launch(target: str) -> bool:
 
 
 def has_gluon() -> bool:
-    """Whether Triton has the Gluon that kernels are written in: 3.6 or later."""
-    major, minor = (int(word) for word in triton_version().split(".")[:2])
+    """Whether Triton has the Gluon that kernels are written in: 3.6 or later.
+
+    False without Triton, so that a spec can be made, and whoever plans it says what is missing.
+    """
+    try:
+        major, minor = (int(word) for word in triton_version().split(".")[:2])
+    except UnsupportedError:
+        return False
     return (major, minor) >= (3, 6)
 
 

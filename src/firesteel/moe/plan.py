@@ -7,7 +7,8 @@ R = M * top_k routes take one of two ways:
     packed  routes are sorted by expert and cut into tiles of 8 to 128 rows
             place (past 4096 routes count and scatter), gate_up, down, combine
 
-On Hopper the products of tiles with many rows are those of `gate_up_wgmma` and `down_wgmma`.
+Where the table has a tile for Hopper's own kernels, the products are those of `gate_up_stream` and
+`down_stream` (up to 16 rows, direct or packed), or of `gate_up_wgmma` and `down_wgmma`.
 
 How large tiles are, and how FC1 and FC2 cut them, the spec's table says (`firesteel.moe.tuning`).
 """
@@ -24,6 +25,7 @@ from firesteel.launch.spec import Flags, Region
 from firesteel.moe.combine import combine_kernel
 from firesteel.moe.products import (
     PRODUCT_KERNELS,
+    STREAM_ROWS,
     TABLES,
     activate,
     down,
@@ -69,6 +71,13 @@ def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
     each = num_routes / spec.num_experts
     found = spec.tiles.of_wgmma(each) if has_wgmma(spec) else None
     return found or spec.tiles.of_sorted(each)
+
+
+def _direct_tile(spec: MoeSpec, num_routes: int) -> Tile:
+    """The tile of so many routes that are not sorted."""
+    found = spec.tiles.of_wgmma(num_routes / spec.num_experts) if has_wgmma(spec) else None
+    # Of Hopper's own kernels those of larger tiles take sorted routes only.
+    return found if found and found.rows <= STREAM_ROWS else spec.tiles.direct
 
 
 def has_wgmma(spec: MoeSpec) -> bool:
@@ -138,8 +147,7 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
             down(spec, None, tile, routes, tiles),
             _combine(spec, ids, num_tokens),
         )
-    each = routes / spec.num_experts
-    direct = (spec.tiles.of_wgmma(each) if has_wgmma(spec) else None) or spec.tiles.direct
+    direct = _direct_tile(spec, routes)
     return (
         gate_up(spec, ids, direct, routes, routes),
         *((activate(spec, ids, routes),) if split_k(spec) > 1 else ()),

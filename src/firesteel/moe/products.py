@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOPPER",
     "PRODUCT_KERNELS",
+    "STREAM_ROWS",
     "TABLES",
     "activate",
     "down",

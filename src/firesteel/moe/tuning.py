@@ -107,7 +107,7 @@ class Row:
     Fields
         shape    of the layer that was measured
         mode     "direct": each route is a tile; "sorted": routes are sorted by expert; "wgmma":
-                 likewise, on the kernels that only Hopper runs, before "sorted" where it has a
+                 either, on the kernels that only Hopper runs, before those two where it has a
                  range; or "batch_invariant": the one tile of every count
         tile     what the calls take
         first    of sorted routes: from so many an expert on average,
@@ -179,11 +179,12 @@ class TileTable:
         date                of the last measurement, "2026-11-29"
         torch, triton       versions that it was measured with
         rows                of each shape one direct, one batch invariant, and sorted ones that
-                            serve every number of routes
+                            serve every number of routes; of mode "wgmma" any, without overlaps
         digest              SHA-256 of all that
 
     Raises
-        InvalidArgumentError: ranges of a shape leave a hole or overlap, or a row is missing.
+        InvalidArgumentError: ranges of a shape leave a hole or overlap, a row is missing, or a
+            tile is not of its mode's kernels.
     """
 
     name: str
@@ -273,6 +274,12 @@ def check_rows(rows: Sequence[Row]) -> None:
             if len(numbers) != 1:
                 raise InvalidArgumentError(
                     f"rows{numbers}.mode: got {len(numbers)} rows {mode} of {title}, must be one"
+                )
+        for number, row in numbered:
+            if row.tile.is_wgmma != (row.mode == "wgmma"):
+                raise InvalidArgumentError(
+                    f"rows[{number}].tile.is_wgmma: got {row.tile.is_wgmma} of {title} {row.mode}, "
+                    "must be True of mode wgmma and of no other"
                 )
         for mode in RANGED:
             _check_ranges(mode, title, [each for each in numbered if each[1].mode == mode])
