@@ -226,6 +226,31 @@ def moe_table(records: Sequence[dict[str, Any]]) -> str:
     return markdown(head, rows) + f"\nPeers: {peers['source']}.\n"
 
 
+def counters_table(records: Sequence[dict[str, Any]]) -> str:
+    """What of a GPU each kernel of a layer kept busy."""
+    rows = [
+        [
+            f"{r['shape']} {r['recipe']}, {r['m']}, {r['kernel'].removesuffix('_kernel')}",
+            f"{r['us']:.1f}",
+            *(f"{r[name]:.0f}" for name in _PERCENTS),
+            f"{r['sm_mhz']:.0f}",
+        ]
+        for r in records
+    ]
+    head = ["layer, tokens, kernel", "us", "memory, %", "L2, %", "busiest unit, %",
+            "issue slots, %", "occupancy, %", "MHz"]  # fmt: skip
+    return markdown(head, rows)
+
+
+_PERCENTS = (
+    "dram_percent",
+    "l2_percent",
+    "matrix_or_busiest_percent",
+    "issue_percent",
+    "occupancy_percent",
+)
+
+
 def decode_table(records: Sequence[dict[str, Any]]) -> str:
     """A step by layer stack, batch and experts, eager beside its graph, and what has no time."""
     pairs: dict[tuple[str, str], dict[bool, dict[str, Any]]] = {}
@@ -277,6 +302,7 @@ BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], s
     "cpu": (("model", "prefill_tokens", "decode_steps"), cpu_table),
     "launch": (("model", "driver"), launch_table),
     "moe": (("shape", "recipe", "batch_invariant", "routing", "m"), moe_table),
+    "counters": (("shape", "recipe", "m", "kernel"), counters_table),
     "decode": (
         ("model", "layers", "recipe", "batch", "context", "experts", "graph"),
         decode_table,

@@ -14,3 +14,11 @@ def tables() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
         yield importlib.import_module("write_tables")
+
+
+@pytest.fixture(scope="session")
+def counters() -> Iterator[ModuleType]:
+    """`bench/kernel_counters.py` as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        yield importlib.import_module("kernel_counters")

@@ -253,7 +253,7 @@ def tune(
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="The table to write.")],
     merge: Annotated[
         bool,
-        typer.Option("--merge", help="Keep the file's rows of other shapes and recipes."),
+        typer.Option("--merge", help="Keep the file's rows of other shapes, recipes and modes."),
     ] = False,
     shape: Annotated[
         str, typer.Option("--shape", "--model", help="A model, and -tpN for one of N ranks.")
@@ -267,8 +267,15 @@ def tune(
         bool,
         typer.Option("--batch-invariant", help="The tile of batch invariant layers, no other."),
     ] = False,
+    wgmma: Annotated[
+        bool, typer.Option(help="Hopper's own kernels too, which int4 has on sm_90.")
+    ] = True,
+    only_wgmma: Annotated[
+        bool, typer.Option("--only-wgmma", help="The tiles of those kernels, no other.")
+    ] = False,
     portable: Annotated[
-        bool, typer.Option(help="Only tiles of at most 99 KiB of shared memory, as any GPU has.")
+        bool,
+        typer.Option(help="Of others, tiles of at most 99 KiB of shared memory, as any GPU has."),
     ] = True,
     table: TableOption = None,
     device: DeviceOption = None,
@@ -290,6 +297,8 @@ def tune(
         sizes=sizes_of(m),
         minutes=minutes,
         batch_invariant=batch_invariant,
+        wgmma=wgmma,
+        only_wgmma=only_wgmma,
         portable=portable,
         device=device,
         table=table,

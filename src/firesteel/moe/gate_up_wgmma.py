@@ -35,7 +35,9 @@ def act_and_store(
         up = gl.reshape(up, [BLOCK_N, ROUTES])
     if topk_weights_ptr is not None:
         m = START + gl.arange(0, ROUTES, layout=gl.SliceLayout(0, gate.type.layout))
-        routes = gl.load(route_ids_ptr + first + m, mask=m < num_rows, other=0)
+        routes = first + m
+        if route_ids_ptr is not None:
+            routes = gl.load(route_ids_ptr + routes, mask=m < num_rows, other=0)
         weight = gl.load(topk_weights_ptr + routes, mask=m < num_rows, other=0.0).to(gl.float32)
         gate = gate * weight[None, :]
         up = up * weight[None, :]

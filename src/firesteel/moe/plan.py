@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from firesteel.moe.spec import MoeSpec
     from firesteel.moe.tuning import Tile
 
-__all__ = ["KERNELS", "num_blocks", "select", "tile_of", "workspace"]
+__all__ = ["KERNELS", "has_wgmma", "num_blocks", "select", "tile_of", "workspace"]
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
@@ -69,18 +69,18 @@ def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
     if spec.batch_invariant:
         return spec.tiles.batch_invariant
     each = num_routes / spec.num_experts
-    found = spec.tiles.of_wgmma(each) if _has_wgmma(spec) else None
+    found = spec.tiles.of_wgmma(each) if has_wgmma(spec) else None
     return found or spec.tiles.of_sorted(each)
 
 
 def _direct_tile(spec: MoeSpec, num_routes: int) -> Tile:
     """The tile of so many routes that are not sorted."""
-    found = spec.tiles.of_wgmma(num_routes / spec.num_experts) if _has_wgmma(spec) else None
+    found = spec.tiles.of_wgmma(num_routes / spec.num_experts) if has_wgmma(spec) else None
     # Of Hopper's own kernels those of larger tiles take sorted routes only.
     return found if found and found.rows <= STREAM_ROWS else spec.tiles.direct
 
 
-def _has_wgmma(spec: MoeSpec) -> bool:
+def has_wgmma(spec: MoeSpec) -> bool:
     """Whether Hopper's own kernels read such weights: int4 with scales of the layer's type."""
     stored = (spec.w13, spec.w2)
     return spec.wgmma and all(s.element == "int4" and s.scale == spec.dtype for s in stored)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from firesteel.moe.tuning import Tile
 
 __all__ = [
+    "HOPPER",
     "PRODUCT_KERNELS",
     "STREAM_ROWS",
     "TABLES",
@@ -53,6 +54,7 @@ def _hopper_kernels() -> tuple[Kernel, ...]:
 
 
 HOPPER = _hopper_kernels()
+"""FC1 and FC2 of tiles of few rows, then of many."""
 PRODUCT_KERNELS = (GATE_UP, ACTIVATE, DOWN, *HOPPER)
 
 STREAM_ROWS = 16

@@ -8,12 +8,14 @@ from firesteel.cli.tune.candidates import (
     BOTH_FIELDS,
     DOWN_FIELDS,
     GATE_UP_FIELDS,
+    MODE_FIELDS,
     Candidate,
     Job,
     groups_of,
     incumbent_of,
     jobs_of,
     join,
+    known_of,
     shape_of,
     with_candidate,
 )
@@ -34,13 +36,16 @@ SPECS = {
     **{name: geometry(name, group_size=32) for name in GEOMETRIES},
     "glm-5.2-tp4": GLM,
     "small": SMALL,
+    "int4-g32-asym": geometry("glm-5.2", group_size=32, has_zero_points=True),
+    "mxfp4": geometry("glm-5.2", tensor_parallel=4, element="mxfp4"),
+    "nvfp4": geometry("qwen3-30b-a3b", element="nvfp4"),
     "relu2": replace(SMALL, activation=Activation(name="relu2")),
 }
 
 
 def test_each_field_of_a_tile_belongs_to_one_product() -> None:
     """A field that is new must be among the options of one or both, or it would not be tuned."""
-    known = (*BOTH_FIELDS, *GATE_UP_FIELDS, *DOWN_FIELDS)
+    known = (*MODE_FIELDS, *BOTH_FIELDS, *GATE_UP_FIELDS, *DOWN_FIELDS)
     assert sorted(known) == sorted(field.name for field in fields(Tile))
 
 
@@ -52,7 +57,24 @@ def test_direct_counts_share_a_tile_and_others_have_their_own() -> None:
     )
     assert jobs_of(GLM, (64,)) == (Job("sorted", (64,)),)
     invariant = replace(GLM, batch_invariant=True)
-    assert jobs_of(invariant, (64, 1)) == (Job("batch_invariant", (1, 64)),)
+    assert jobs_of(invariant, (64, 1024)) == (Job("batch_invariant", (64, 1024)),)
+
+
+def test_hoppers_own_kernels_have_a_job_after_that_of_the_others() -> None:
+    counts = (1, 127, 128, 1024)
+    direct, few = Job("direct", (1,)), Job("sorted", (127,))
+    both = [Job(mode, (count,)) for count in (128, 1024) for mode in ("sorted", "wgmma")]
+    # Less than four routes an expert are too few.
+    assert jobs_of(GLM, counts) == (direct, few, *both)
+    assert jobs_of(GLM, counts, ("wgmma",)) == (both[1], both[3])
+    assert jobs_of(GLM, counts, ("direct", "sorted")) == (direct, few, both[0], both[2])
+    for other in (
+        replace(GLM, wgmma=False),
+        SPECS["mxfp4"],
+        SPECS["nvfp4"],
+        replace(GLM, w2=replace(GLM.w2, scale="fp32")),
+    ):
+        assert {job.mode for job in jobs_of(other, counts)} == {"direct", "sorted"}
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -62,12 +84,20 @@ def test_every_candidate_is_one_that_its_layer_can_take(name: str, batch_invaria
     for job in jobs_of(spec, COUNTS):
         groups = groups_of(spec, job, SHARED)
         incumbent = incumbent_of(spec, job)
-        assert groups[0].start == incumbent
-        assert len({group.start.tile.rows for group in groups}) == len(groups)
+        is_wgmma = job.mode == "wgmma"
+        now = known_of(spec, job)
+        if not is_wgmma:
+            assert groups[0].start == incumbent
+            assert now is None
+            assert len({group.start.tile.rows for group in groups}) == len(groups)
+        elif now is not None:
+            assert groups[0].start == now
+        assert any(group.gate_up for group in groups)
         for group in groups:
             rows = group.start.tile.rows
-            assert group.gate_up
-            assert group.down
+            # What the table has may be of rows that are not worth more.
+            assert bool(group.gate_up) == bool(group.down)
+            assert group.gate_up or group.start == now
             for candidate in group.gate_up:
                 assert join(candidate, group.start).tile.down == candidate.tile.down
                 assert candidate.tile.rows == rows
@@ -77,12 +107,14 @@ def test_every_candidate_is_one_that_its_layer_can_take(name: str, batch_invaria
                 made = with_candidate(spec, candidate)
                 # Its table may be written, and is what every call takes.
                 assert parse_table(format_table(made.table), name="candidate", where="")
+                assert candidate.tile.is_wgmma == is_wgmma
+                take = known_of if is_wgmma else incumbent_of
                 for count in job.counts:
-                    assert incumbent_of(made, replace(job, counts=(count,))) == candidate
+                    assert take(made, replace(job, counts=(count,))) == candidate
 
 
 def test_candidates_launch_what_they_say() -> None:
-    (direct, *_, large) = jobs_of(GLM, COUNTS)
+    (direct, *_, large) = jobs_of(GLM, COUNTS, ("direct", "sorted"))
     for job in (direct, large):
         for group in groups_of(GLM, job, SHARED):
             for candidate in group.all:
@@ -99,9 +131,49 @@ def test_candidates_launch_what_they_say() -> None:
                 assert dict(down.constexprs)["SPAN"] == tile.down.span
 
 
+def test_candidates_of_hopper_launch_what_they_say() -> None:
+    for job in jobs_of(GLM, COUNTS, ("wgmma",)):
+        for group in groups_of(GLM, job, SHARED):
+            for candidate in group.all:
+                spec = with_candidate(GLM, candidate)
+                launches = {
+                    launch.key.name: launch.key
+                    for launch in select(spec, job.counts[0], (("ids", "i32"),))
+                }
+                gate_up, down = launches["gate_up_wgmma_kernel"], launches["down_wgmma_kernel"]
+                constants, tile = dict(gate_up.constexprs), candidate.tile
+                names = ("BLOCK_M", "BLOCK_N", "WARPS", "STAGES")
+                assert tuple(constants[n] for n in names) == (tile.rows, *tile.gate_up)
+                constants = dict(down.constexprs)
+                names = ("BLOCK_N", "SPAN", "WARPS", "STAGES")
+                assert tuple(constants[n] for n in names) == tile.down
+
+
+def test_a_search_of_hoppers_tiles_is_short() -> None:
+    jobs = jobs_of(GLM, (256, 512, 1024, 2048, 3072, 8192), ("wgmma",))
+    sizes = [len({c for g in groups_of(GLM, job, SHARED) for c in g.all}) for job in jobs]
+    assert max(sizes) <= 76
+    assert sum(sizes) / len(sizes) <= 60
+
+
+def test_another_recipes_tile_is_only_a_start_where_it_fits() -> None:
+    """That of g128 fits in memory that the scales of g32 pass."""
+    (job,) = jobs_of(GLM, (8192,), ("wgmma",))
+    now = known_of(GLM, job)
+    assert now is not None
+    down_bytes = 3 * (256 * 128 + 66 * 256) + 2 * 128 * 256
+    assert groups_of(GLM, job, down_bytes)[0].start == now
+    other = replace(GLM, w13=StoredWeights(group_size=32), w2=StoredWeights(group_size=32))
+    first, second = groups_of(other, job, down_bytes)
+    # It is timed, and what the compiler asks for decides.
+    assert (first.start, first.gate_up, first.down) == (now, (), ())
+    assert second.start.tile.rows == now.tile.rows
+    assert second.start != now
+
+
 def test_rows_are_about_those_of_an_expert() -> None:
     def rows(count: int) -> list[int]:
-        (job,) = jobs_of(GLM, (count,))
+        (job,) = jobs_of(GLM, (count,), ("sorted",))
         return [group.start.tile.rows for group in groups_of(GLM, job, SHARED)]
 
     # Routes an expert: a quarter, 2, 8, 32, 256.
@@ -113,9 +185,9 @@ def test_rows_are_about_those_of_an_expert() -> None:
 
 
 def test_less_shared_memory_leaves_fewer_candidates() -> None:
-    (job,) = jobs_of(GLM, (8192,))
-    many, few = (groups_of(GLM, job, size) for size in (SHARED, 64 * 1024))
-    assert sum(len(g.all) for g in few) < sum(len(g.all) for g in many)
+    for job in jobs_of(GLM, (1024,)):
+        many, few = (groups_of(GLM, job, size) for size in (SHARED, 64 * 1024))
+        assert sum(len(g.all) for g in few) < sum(len(g.all) for g in many)
 
 
 def test_a_short_k_is_not_split_into_spans_that_it_has_not() -> None:

@@ -26,6 +26,7 @@ from firesteel.cli.tune.candidates import (
     groups_of,
     incumbent_of,
     jobs_of,
+    with_candidate,
 )
 from firesteel.cli.tune.measuring import Compiler, LayerBench, OneCount
 from firesteel.cli.tune.search import search
@@ -36,6 +37,7 @@ from firesteel.launch.driver import LoadedFunction
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec, StoredWeights
+from firesteel.moe.tuning import Down, GateUp, Tile
 from firesteel.settings import Settings
 from tests.launch.rig import pretended, ready_on_stub
 
@@ -190,6 +192,22 @@ def test_too_much_shared_memory_is_dropped(rig: Rig) -> None:
     assert f"{SHARED + 1} bytes of shared memory, must be at most {SHARED}" in rig.dropped[0]
 
 
+def test_hoppers_own_kernels_have_all_of_its_shared_memory(rig: Rig, tmp_path: Path) -> None:
+    compiler = Compiler("sm_90", tmp_path, SHARED, wgmma_shared_bytes=2 * SHARED)
+    rig.shared_bytes = 2 * SHARED
+    wgmma = Tile(32, GateUp(64, 4, 3), False, Down(128, 1, 4, 3), is_wgmma=True)
+    plans = [
+        OneCount(with_candidate(SPEC, candidate), 40).plan()
+        for candidate in (Candidate(wgmma), incumbent_of(SPEC, Job("wgmma", (40,))))
+    ]
+    for made in plans:
+        # What both have, as routing, is not what is asked about.
+        products = [key for key in made.keys if "gate_up" in key.name or "down" in key.name]
+        compiler.compile([replace(made, keys=tuple(products))])
+        why = compiler.why_not(replace(made, keys=tuple(products)))
+        assert (why is None) == all("wgmma" in key.name for key in products)
+
+
 def test_what_the_driver_refuses_is_dropped(rig: Rig) -> None:
     rig.bench.prepare([rig.incumbent])
     rig.refuses = True
@@ -236,7 +254,7 @@ def test_every_job_is_done_or_skipped_and_noted(
     monkeypatch.setattr(run, "device_target", lambda device: "sm_90")
 
     def few(spec: MoeSpec, job: Job, shared_bytes: int) -> list[Group]:
-        group = groups_of(spec, job, shared_bytes)[0]
+        group = next(g for g in groups_of(spec, job, shared_bytes) if g.gate_up)
         return [Group(group.start, group.gate_up[:2], group.down[:1])]
 
     notes: list[str] = []
@@ -252,13 +270,16 @@ def test_every_job_is_done_or_skipped_and_noted(
         groups=few,
     )
     assert [each.job for each in found] == list(jobs_of(SPEC, sizes))
+    assert [each.job.mode for each in found] == ["direct", "sorted", "sorted", "wgmma"]
     for each, note in zip(found, notes, strict=True):
         assert each.chosen == each.incumbent
-        assert each.skipped == (0 if seconds > 0 else 3)
-        # The candidates, and perhaps what an earlier job took.
-        assert each.timed in ((4, 5) if seconds > 0 else (1,))
+        is_wgmma = each.job.mode == "wgmma"
+        assert each.skipped == (0 if seconds > 0 else 3 + is_wgmma)
+        # The candidates, and perhaps what an earlier job took or the table has.
+        assert each.timed in ((4, 5, 6) if seconds > 0 else (1,))
+        words = "sorted" if is_wgmma and seconds > 0 else "as before"
         assert ("skipped for time" in note) == (seconds < 0)
-        assert note.startswith(f"{each.job}: 100.0 us, then 100.0 us, as before; ")
+        assert note.startswith(f"{each.job}: 100.0 us, then 100.0 us, {words}; ")
 
 
 @pytest.mark.parametrize("count", [1, 40])

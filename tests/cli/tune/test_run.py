@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from firesteel.cli.tune.run import (
     tune_layer,
 )
 from firesteel.cli.tune.search import Found
+from firesteel.device import device_target
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan
 from firesteel.moe.spec import MoeSpec, geometry
 from firesteel.moe.tuning import Down, GateUp, Shape, Tile
 from firesteel.moe.tuning_file import default_table, read_table, write_table
 from tests.cli.command import assert_error, invoke, invoke_json
+from tests.cli.tune.test_search import FakeBench
 from tests.moe.test_tuning import TWO, table
 
 TILE = Tile(16, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
@@ -39,6 +42,8 @@ GLM = geometry("glm-5.2", tensor_parallel=4)
         (("--m", "a"), ["--m: got 'a'"]),
         (("--minutes", "0"), ["--minutes: got 0.0"]),
         (("--minutes", "nan"), ["--minutes: got nan"]),
+        (("--only-wgmma", "--no-wgmma"), ["--only-wgmma: got --no-wgmma too"]),
+        (("--only-wgmma", "--batch-invariant"), ["--only-wgmma: got --batch-invariant too"]),
         (("--out", "table.txt"), ["--out: got table.txt, must end in .json"]),
         (("--out", "nowhere/table.json"), ["--out: nowhere must be a folder"]),
     ],
@@ -66,7 +71,8 @@ def test_a_file_is_not_overwritten_unasked(tmp_path: Path) -> None:
 
 def test_the_help_names_what_users_choose() -> None:
     text = invoke("tune", "--help").stdout
-    for option in ("--out", "--merge", "--shape", "--model", "--recipe", "--m", "--minutes"):
+    for option in ("--out", "--merge", "--shape", "--model", "--recipe", "--m", "--minutes",
+                   "--no-wgmma", "--only-wgmma"):  # fmt: skip
         assert option in text
 
 
@@ -94,6 +100,17 @@ def test_changes_are_told_by_the_fields_that_differ() -> None:
     assert changes_of(found_of(job, Candidate(tile, 1))) == "rows 8 to 16, down.span 4 to 2"
 
 
+class Pretended:
+    """A driver of 227 KiB."""
+
+    @classmethod
+    def open(cls) -> "Pretended":
+        return cls()
+
+    def max_shared_bytes(self, device: int) -> int:
+        return 227 * 1024
+
+
 class Tuned:
     """What was tuned on a GPU that is not there."""
 
@@ -107,16 +124,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Tuned:
     """Every job finds TILE."""
     made = Tuned()
 
-    class Pretended:
-        """A driver of 227 KiB."""
-
-        @classmethod
-        def open(cls) -> "Pretended":
-            return cls()
-
-        def max_shared_bytes(self, device: int) -> int:
-            return 227 * 1024
-
     def tuned(
         spec: MoeSpec, sizes: Sequence[int], device: torch.device, *, shared_bytes: int, **_: object
     ) -> list[Found]:
@@ -124,17 +131,187 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Tuned:
         made.shared_bytes.append(shared_bytes)
         return [found_of(job, Candidate(TILE), spec) for job in jobs_of(spec, tuple(sizes))]
 
-    for name, value in {
+    pretend_device(monkeypatch, "NVIDIA A30", "sm_80")
+    monkeypatch.setattr(tune_run, "tune_layer", tuned)
+    return made
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
+    """A GPU that is not there, with the default table."""
+    for attribute, value in {
         "default_device": lambda: torch.device("cuda", 0),
-        "device_name": lambda device: "NVIDIA A30",
-        "device_target": lambda device: "sm_80",
+        "device_name": lambda device: name,
+        "device_target": lambda device: target,
         "table_of_device": lambda device: default_table(),
         "context": lambda device: {"device": "cuda"},
-        "tune_layer": tuned,
         "Driver": Pretended,
     }.items():
-        monkeypatch.setattr(tune_run, name, value)
+        monkeypatch.setattr(tune_run, attribute, value)
+
+
+class Timer:
+    """A GPU whose calls take what a function says, and how it was asked."""
+
+    def __init__(self) -> None:
+        self.us: Callable[[Job, Candidate], float] = lambda job, candidate: 100.0
+        self.specs: list[MoeSpec] = []
+        self.benches: dict[Job, FakeBench] = {}
+        self.shared_bytes: list[tuple[int, int]] = []
+
+    def bench(self, spec: MoeSpec, job: Job, weights: object, **_: object) -> FakeBench:
+        self.specs.append(spec)
+        self.benches[job] = FakeBench(lambda candidate: self.us(job, candidate))
+        return self.benches[job]
+
+    def compiler(
+        self, target: str, folder: Path, shared_bytes: int, *, wgmma_shared_bytes: int
+    ) -> None:
+        assert target == "sm_90"
+        self.shared_bytes.append((shared_bytes, wgmma_shared_bytes))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Timer:
+    """Times of an H200 by a function."""
+    made = Timer()
+    pretend_device(monkeypatch, "NVIDIA H200", "sm_90")
+    monkeypatch.setattr(tune_run, "random_weights", lambda spec, device: {})
+    monkeypatch.setattr(tune_run, "LayerBench", made.bench)
+    monkeypatch.setattr(tune_run, "Compiler", made.compiler)
     return made
+
+
+BEST = Tile(32, GateUp(64, 8, 3), False, Down(128, 2, 8, 3))
+HOPPER = Tile(64, GateUp(128, 8, 3), False, Down(256, 4, 8, 4), is_wgmma=True)
+
+
+def times(job: Job, candidate: Candidate) -> float:
+    """BEST takes 60 us and HOPPER 90; from 1024 tokens on the other way round, all others more."""
+    tile = candidate.tile
+    best = HOPPER if tile.is_wgmma else BEST
+    gain = 20 if tile.is_wgmma == (job.counts[-1] >= 1024) else 5
+    products = (tile.gate_up == best.gate_up) + (tile.down == best.down)
+    return 100.0 - gain * products * (tile.rows == best.rows)
+
+
+def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a file by mode, as they stand there."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        found.setdefault(row["mode"], []).append(row)
+    return found
+
+
+def test_hoppers_tiles_have_rows_where_they_are_faster(h200: Timer, tmp_path: Path) -> None:
+    h200.us = times
+    out = tmp_path / "h200.json"
+    found = invoke_json("tune", "--out", out, "--m", "512,1024,3072")
+    assert [(job["mode"], *job["m"]) for job in found["jobs"]] == [
+        (mode, count) for count in (512, 1024, 3072) for mode in ("sorted", "wgmma")
+    ]
+    # What "sorted" has just found is what they must beat.
+    assert [job["us"] for job in found["jobs"]] == [60.0, 60.0, 90.0, 60.0, 90.0, 60.0]
+    assert [job["incumbent_us"] for job in found["jobs"]] == [100.0, 60.0, 100.0, 90.0, 100.0, 90.0]
+    tiles = replace(GLM, table=read_table(out)).tiles
+    assert [tile for _, tile in tiles.sorted] == [GLM.tiles.sorted[0][1], BEST]
+    # From 725 tokens on, the geometric mean; the table's own at 512 tokens has lost.
+    assert tiles.wgmma[-1] == (725 / 32, float("inf"), HOPPER)
+    assert all(below <= 5.0 for _, below, _ in tiles.wgmma[:-1])
+    assert replace(tiles, sorted=(), wgmma=()) == replace(GLM.tiles, sorted=(), wgmma=())
+    # The portable limit is not theirs: their rows serve sm_90 alone.
+    assert h200.shared_bytes == [(99 * 1024, 227 * 1024)]
+    largest = max(c.tile.down.rows * c.tile.rows for c in h200.benches[Job("wgmma", (3072,))].timed)
+    assert largest == 128 * 256
+
+
+def test_hoppers_tiles_alone_leave_other_rows_of_the_file_as_they_are(
+    h200: Timer, tmp_path: Path
+) -> None:
+    h200.us = times
+    out = tmp_path / "h200.json"
+    write_table(out, default_table())
+    before = rows_of(out)
+    options = ("--m", "8,256,512,1024,2048,3072,8192", "--only-wgmma", "--merge")
+    result = invoke(
+        "tune", "--shape", "glm-5.2-tp4", "--recipe", "int4-g128", "--out", out, *options
+    )
+    assert result.exit_code == 0, result.output
+    assert "wgmma 256" in result.stdout
+    # A count of few routes has no such candidates.
+    assert [job.mode for job in h200.benches] == ["wgmma"] * 6
+    after = rows_of(out)
+    assert after["wgmma"] != before["wgmma"]
+    for mode in ("direct", "sorted", "batch_invariant"):
+        assert after[mode] == before[mode]
+    # What the file has for "sorted" is timed first, and is all that is timed of it.
+    for job, bench in h200.benches.items():
+        first, *others = bench.timed
+        assert first == incumbent_of(GLM, job)
+        assert all(candidate.tile.is_wgmma for candidate in others)
+        assert len(bench.timed) <= 80
+
+
+def test_without_hoppers_tiles_their_rows_stay(h200: Timer, tmp_path: Path) -> None:
+    h200.us = times
+    out = tmp_path / "h200.json"
+    found = invoke_json("tune", "--out", out, "--m", "1024", "--no-wgmma")
+    assert [job["mode"] for job in found["jobs"]] == ["sorted"]
+    tiles = replace(GLM, table=read_table(out)).tiles
+    assert tiles.wgmma == GLM.tiles.wgmma
+    assert tiles.sorted != GLM.tiles.sorted
+
+
+def test_modes_that_are_not_tuned_stay_whatever_table_is_started_from(
+    h200: Timer, tmp_path: Path
+) -> None:
+    out = tmp_path / "h200.json"
+    h200.us = times
+    invoke_json("tune", "--out", out, "--m", "1024")
+    mine = replace(GLM, table=read_table(out)).tiles
+    more = ("--m", "64", "--merge", "--table", "h200")
+    invoke_json("tune", "--out", out, *more, "--batch-invariant")
+    assert replace(GLM, table=read_table(out)).tiles == replace(
+        mine, batch_invariant=replace(GLM, table=read_table(out)).tiles.batch_invariant
+    )
+    invoke_json("tune", "--out", out, *more, "--no-wgmma")
+    assert replace(GLM, table=read_table(out)).tiles.wgmma == mine.wgmma
+
+
+@pytest.mark.parametrize("recipe", ["int4-g32", "int4-g32-asym", "mxfp4", "nvfp4"])
+def test_every_recipe_is_tuned(h200: Timer, tmp_path: Path, recipe: str) -> None:
+    h200.us = times
+    out = tmp_path / "made.json"
+    found = invoke_json("tune", "--out", out, "--m", "1,256,1024", "--recipe", recipe)
+    is_int4 = recipe.startswith("int4")
+    expected = ["direct", "sorted", "wgmma", "sorted", "wgmma"]
+    modes = [mode for mode in expected if is_int4 or mode != "wgmma"]
+    assert [job["mode"] for job in found["jobs"]] == modes
+    made = read_table(out)
+    assert [shape.recipe for shape in made.shapes] == [recipe]
+    tiles = made.tiles(made.shapes[0])
+    # FP4 has no such kernels, and takes no rows of them from the recipe that it started from.
+    assert (HOPPER in [tile for *_, tile in tiles.wgmma]) == is_int4
+    assert bool(tiles.wgmma) == is_int4
+    spec = replace(h200.specs[0], table=made)
+    assert tiles.of_sorted(32) == BEST
+    assert plan(spec, 1024).keys
+
+
+def test_hoppers_tiles_alone_are_refused_where_there_are_none(
+    h200: Timer, gpu_of: Callable[[str], None], tmp_path: Path
+) -> None:
+    out = ("--out", tmp_path / "made.json", "--only-wgmma")
+    assert_error(invoke("tune", *out, "--recipe", "mxfp4"), "--only-wgmma: got a layer MoE mxfp4")
+    assert_error(invoke("tune", *out, "--m", "1,8"), "--m: got [1, 8], must have a count of 4")
+    gpu_of("sm_80")
+    assert_error(invoke("tune", *out), "on sm_90 with Triton 3.6 or later")
+    assert not h200.benches
+
+
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the GPU another."""
+    return lambda target: monkeypatch.setattr(tune_run, "device_target", lambda device: target)
 
 
 def test_a_table_is_written_that_plans_read(gpu: Tuned, tmp_path: Path) -> None:
@@ -152,6 +329,7 @@ def test_a_table_is_written_that_plans_read(gpu: Tuned, tmp_path: Path) -> None:
     (spec,) = gpu.specs
     # Which GPUs before sm_90 cannot.
     assert not spec.pdl
+    assert not made.tiles(made.shapes[0]).wgmma
     usual = invoke_json("plan", "--model", "glm-5.2", "--tp", 4, "--max-tokens", 300)
     tuned = invoke_json(
         "plan", "--model", "glm-5.2", "--tp", 4, "--max-tokens", 300, "--table", out
@@ -222,6 +400,8 @@ def test_a_small_layer_is_tuned(tmp_path: Path, batch_invariant: bool) -> None:
         top_k=2,
         batch_invariant=batch_invariant,
     )
+    device = torch.device("cuda", torch.cuda.current_device())
+    spec = spec.for_target(device_target(device))
 
     def few(spec: MoeSpec, job: Job, shared_bytes: int) -> list[Group]:
         return [
@@ -229,11 +409,10 @@ def test_a_small_layer_is_tuned(tmp_path: Path, batch_invariant: bool) -> None:
             for group in groups_of(spec, job, shared_bytes)[:2]
         ]
 
-    device = torch.device("cuda", torch.cuda.current_device())
     notes: list[str] = []
     found = tune_layer(
         spec,
-        (1, 2, 40),
+        (1, 2, 40, 128),
         device,
         shared_bytes=PORTABLE_SHARED_BYTES,
         end=time.monotonic() + 120,
@@ -241,11 +420,12 @@ def test_a_small_layer_is_tuned(tmp_path: Path, batch_invariant: bool) -> None:
         note=notes.append,
         groups=few,
     )
-    assert [each.job for each in found] == list(jobs_of(spec, (1, 2, 40)))
+    assert [each.job for each in found] == list(jobs_of(spec, (1, 2, 40, 128)))
     # None is wrong, and each job says what it found.
     assert len(notes) == len(found)
     for each in found:
         assert (each.skipped, each.dropped) == (0, 0)
+        # On Hopper 128 tokens have tiles of its own kernels too.
         assert each.timed >= 4
         assert 0 < each.us <= each.incumbent_us
         assert json.dumps(changes_of(each))

@@ -2,15 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firesteel.cli.tune.candidates import Candidate, Group, Job, groups_of, incumbent_of, jobs_of
+from firesteel.cli.tune.candidates import (
+    Candidate,
+    Group,
+    Job,
+    groups_of,
+    incumbent_of,
+    jobs_of,
+    known_of,
+    with_candidate,
+)
 from firesteel.cli.tune.search import NOISE, Found, Timing, search, tuned_tiles
 from firesteel.errors import FiresteelError
-from firesteel.moe.spec import geometry
+from firesteel.moe.spec import MoeSpec, geometry
 from firesteel.moe.tuning import Down, GateUp, Tile, TileTable
 
 GLM = geometry("glm-5.2", tensor_parallel=4)
@@ -166,8 +176,34 @@ def test_of_no_candidates_the_incumbent_stays() -> None:
     assert (found.chosen, found.us, found.incumbent_us, found.timed) == (incumbent, 7.0, 7.0, 1)
 
 
-def found_of(job: Job, chosen: Candidate) -> Found:
-    return Found(job, chosen, incumbent_of(GLM, job), 1.0, 1.0, timed=1, skipped=0, dropped=0)
+@pytest.mark.parametrize("gain", [-1.0, 0.5 * NOISE, 1.5 * NOISE])
+def test_hoppers_tiles_must_beat_the_best_of_the_others(gain: float) -> None:
+    job = Job("wgmma", (1024,))
+    best = Tile(64, GateUp(128, 8, 3), False, Down(256, 4, 8, 4), is_wgmma=True)
+    incumbent = incumbent_of(GLM, job)
+    assert not incumbent.tile.is_wgmma
+    among = parts(best, 0.3)
+    bench = FakeBench(lambda c: among(c) if c.tile.is_wgmma else 140 / (1 - gain))
+    found = search(job, incumbent, groups_of(GLM, job, SHARED), bench)
+    assert found.is_decided
+    assert found.chosen == (Candidate(best) if gain > NOISE else incumbent)
+    assert all(c.tile.is_wgmma for c in bench.timed[1:])
+
+
+def test_hoppers_tile_in_use_is_preferred_to_others_within_the_noise() -> None:
+    job = Job("wgmma", (1024,))
+    now = known_of(GLM, job)
+    assert now is not None
+    groups = groups_of(GLM, job, SHARED)
+    best = groups[0].down[0]
+    for gain, chosen in ((0.5 * NOISE, now), (3 * NOISE, best)):
+        times = {now: 100.0, best: 100 * (1 - gain), incumbent_of(GLM, job): 200.0}
+        bench = FakeBench(lambda c, times=times: times.get(c, 150.0))
+        assert search(job, incumbent_of(GLM, job), groups, bench, [now]).chosen == chosen
+
+
+def found_of(job: Job, chosen: Candidate, timed: int = 2) -> Found:
+    return Found(job, chosen, incumbent_of(GLM, job), 1.0, 1.0, timed=timed, skipped=0, dropped=0)
 
 
 TILE = Tile(16, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
@@ -218,3 +254,86 @@ def test_any_ladder_gives_a_table(counts: list[int], rows: list[int]) -> None:
     spec = replace(GLM, table=table)
     for count, tile in chosen.items():
         assert incumbent_of(spec, Job("sorted", (count,))).tile == tile
+
+
+INFINITY = float("inf")
+HOPPER = Tile(64, GateUp(128, 8, 3), False, Down(256, 4, 8, 4), is_wgmma=True)
+WIDE = replace(HOPPER, rows=128)
+# No tile up to 16 routes an expert, 512 tokens.
+BARE = replace(
+    GLM,
+    table=replace(
+        GLM.table,
+        rows=replace(BASE, wgmma=((16.0, 64.0, HOPPER), (64.0, INFINITY, WIDE))).rows(
+            GLM.table.shapes[0]
+        ),
+    ),
+)
+
+
+def wgmma_of(spec: MoeSpec, tiles: dict[int, Tile | None]) -> tuple[tuple[float, float, Tile], ...]:
+    found = []
+    for count, tile in tiles.items():
+        job = Job("wgmma", (count,))
+        incumbent = incumbent_of(spec, job)
+        chosen = incumbent if tile is None else Candidate(tile)
+        found.append(Found(job, chosen, incumbent, 1.0, 1.0, timed=2, skipped=0, dropped=0))
+    tuned = tuned_tiles(spec, found)
+    assert replace(tuned, wgmma=()) == replace(spec.tiles, wgmma=())
+    return tuned.wgmma
+
+
+def test_hoppers_tiles_start_between_the_last_count_lost_and_the_first_won() -> None:
+    tile = replace(HOPPER, rows=32)
+    # 512 tokens, 16 routes an expert, are between 256 and 1024.
+    for lost in ({256: None}, {128: None, 256: None}):
+        made = wgmma_of(BARE, {**lost, 1024: tile, 8192: tile})
+        assert made == ((16.0, INFINITY, tile),)
+    # Of equal tiles there is one range, and one that loses in the middle leaves a hole.
+    made = wgmma_of(BARE, {256: None, 1024: tile, 2048: tile, 4096: None, 8192: tile})
+    assert [(first, below) for first, below, _ in made] == [(16.0, 90.53125), (181.03125, INFINITY)]
+    assert wgmma_of(BARE, {256: None, 8192: None}) == ()
+
+
+def test_hoppers_tiles_do_not_reach_down_to_fewer_routes_than_were_measured() -> None:
+    assert wgmma_of(BARE, {256: HOPPER})[0] == (8.0, 64.0, HOPPER)
+    # Nor where a tile of fewer rows was; where one of as many was, it is replaced.
+    assert wgmma_of(BARE, {512: WIDE}) == ((16.0, INFINITY, WIDE),)
+    assert wgmma_of(BARE, {1024: WIDE}) == ((16.0, 32.0, HOPPER), (32.0, INFINITY, WIDE))
+    tile = replace(HOPPER, rows=32)
+    assert wgmma_of(BARE, {1024: tile}) == ((16.0, 64.0, tile), (64.0, INFINITY, WIDE))
+    # One that loses is lost in all of its range.
+    assert wgmma_of(BARE, {1024: None}) == ((64.0, INFINITY, WIDE),)
+
+
+def test_a_count_whose_hopper_tiles_were_not_timed_keeps_them() -> None:
+    job = Job("wgmma", (1024,))
+    assert tuned_tiles(BARE, [found_of(job, incumbent_of(BARE, job), timed=1)]) == BARE.tiles
+    # Nor does a layer without those kernels take them from the table that it started from.
+    assert tuned_tiles(replace(BARE, wgmma=False), []) == replace(BARE.tiles, wgmma=())
+
+
+@given(
+    counts=st.lists(st.integers(128, 20000), min_size=1, max_size=9, unique=True),
+    rows=st.lists(st.sampled_from((None, 32, 64, 128)), min_size=9, max_size=9),
+    spec=st.sampled_from((GLM, BARE, with_candidate(GLM, Candidate(TILE)))),
+)
+def test_any_ladder_of_hoppers_tiles_gives_a_table(
+    counts: list[int], rows: list[int | None], spec: MoeSpec
+) -> None:
+    chosen = {
+        m: None if r is None else replace(HOPPER, rows=r)
+        for m, r in zip(counts, rows, strict=False)
+    }
+    wgmma = wgmma_of(spec, chosen)
+    table = TileTable("made", "A", "9.0", "2026-11-29", "2.11", "3.6",
+                      replace(BASE, wgmma=wgmma).rows(GLM.table.shapes[0]))  # fmt: skip
+    for count, tile in chosen.items():
+        known = known_of(replace(GLM, table=table), Job("wgmma", (count,)))
+        assert known == (None if tile is None else Candidate(tile))
+    assert all(a[1] < b[0] or a[2] != b[2] for a, b in pairwise(wgmma))
+    # Fewer routes than were measured have no larger a tile than before.
+    before, after = spec.tiles, replace(spec.tiles, wgmma=wgmma)
+    for routes in (0.0, 0.2, 3.9):
+        now, then = before.of_wgmma(routes), after.of_wgmma(routes)
+        assert then is None or (now is not None and then.rows <= now.rows)

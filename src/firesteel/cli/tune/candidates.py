@@ -2,24 +2,41 @@
 
 FC1 and FC2 share the rows of a tile (and BOTH_OPTIONS). So for each number of rows the candidates
 of FC1 are timed beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
+
+Sorted routes have two jobs where Hopper's own kernels read the weights: of the kernels that every
+GPU runs, then of those, which must beat the best of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from firesteel.moe.plan import is_direct
+from firesteel.cli.tune import wgmma
+from firesteel.cli.tune.wgmma import MAX_ACCUMULATORS, MIN_ROUTES
+from firesteel.moe.plan import has_wgmma, is_direct
 from firesteel.moe.products import split_k
 from firesteel.moe.spec import MoeSpec
-from firesteel.moe.tuning import LayerTiles, Mode, Shape, Tile, TileTable, recipe_name
+from firesteel.moe.tuning import (
+    INFINITY,
+    MODES,
+    Down,
+    GateUp,
+    LayerTiles,
+    Mode,
+    Shape,
+    Tile,
+    TileTable,
+    recipe_name,
+)
 
 __all__ = [
     "BOTH_FIELDS",
     "DOWN_FIELDS",
     "GATE_UP_FIELDS",
+    "MODE_FIELDS",
     "Candidate",
     "Group",
     "Job",
@@ -27,6 +44,7 @@ __all__ = [
     "incumbent_of",
     "jobs_of",
     "join",
+    "known_of",
     "shape_of",
     "with_candidate",
 ]
@@ -44,12 +62,11 @@ DOWN_ROWS = (64, 128)
 DOWN_SPANS = (4, 2, 8, 1)
 DOWN_WARPS_STAGES = ((4, 3), (8, 3), (2, 3), (4, 4), (4, 2))
 
+MODE_FIELDS = ("is_wgmma",)
+"""Fields that the mode of a job says."""
 BOTH_FIELDS = ("rows", *BOTH_OPTIONS)
 GATE_UP_FIELDS = ("gate_up", *GATE_UP_OPTIONS)
 DOWN_FIELDS = ("down", *DOWN_OPTIONS)
-
-MAX_ACCUMULATORS = 128
-"""Sums that a thread may hold: of its 255 registers as many again go to operands and addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +107,34 @@ class Group:
         return tuple(dict.fromkeys((self.start, *self.gate_up, *self.down)))
 
 
-def jobs_of(spec: MoeSpec, counts: tuple[int, ...]) -> tuple[Job, ...]:
-    """Direct counts together, each other count by itself; of a batch invariant layer all."""
+def jobs_of(
+    spec: MoeSpec, counts: tuple[int, ...], modes: Collection[Mode] = MODES
+) -> tuple[Job, ...]:
+    """Direct counts together, each other count by itself; of a batch invariant layer all.
+
+    Args:
+        spec: the layer.
+        counts: of tokens.
+        modes: that are chosen for, of those which the layer has.
+    """
     counts = tuple(sorted(set(counts)))
     if spec.batch_invariant:
-        return (Job("batch_invariant", counts),)
-    direct = tuple(count for count in counts if is_direct(spec, count * spec.top_k))
-    single = tuple(Job("sorted", (count,)) for count in counts if count not in direct)
-    return (*((Job("direct", direct),) if direct else ()), *single)
+        jobs = [Job("batch_invariant", counts)]
+    else:
+        direct = tuple(count for count in counts if is_direct(spec, count * spec.top_k))
+        jobs = [Job("direct", direct)] if direct else []
+        for count in counts:
+            if count in direct:
+                continue
+            jobs.append(Job("sorted", (count,)))
+            if has_wgmma(spec) and _routes_each(spec, count) >= MIN_ROUTES:
+                jobs.append(Job("wgmma", (count,)))
+    return tuple(job for job in jobs if job.mode in modes)
+
+
+def _routes_each(spec: MoeSpec, num_tokens: int) -> float:
+    """Routes that an expert has on average."""
+    return num_tokens * spec.top_k / spec.num_experts
 
 
 def shape_of(spec: MoeSpec) -> Shape:
@@ -108,19 +145,28 @@ def shape_of(spec: MoeSpec) -> Shape:
 
 
 def incumbent_of(spec: MoeSpec, job: Job) -> Candidate:
-    """What the calls of a job take now."""
+    """What the calls of a job take now; of "wgmma" what they would take without those kernels."""
     tiles = spec.tiles
     if job.mode == "direct":
         return Candidate(tiles.direct, split_k(spec))
     if job.mode == "batch_invariant":
         return Candidate(tiles.batch_invariant)
-    return Candidate(tiles.of_sorted(job.counts[0] * spec.top_k / spec.num_experts))
+    return Candidate(tiles.of_sorted(_routes_each(spec, job.counts[0])))
+
+
+def known_of(spec: MoeSpec, job: Job) -> Candidate | None:
+    """Of "wgmma" the tile of those kernels that calls take now, if they take one."""
+    tile = spec.tiles.of_wgmma(_routes_each(spec, job.counts[0])) if job.mode == "wgmma" else None
+    return None if tile is None else Candidate(tile)
 
 
 def with_candidate(spec: MoeSpec, candidate: Candidate) -> MoeSpec:
     """The layer with a table of the candidate alone."""
     tile = candidate.tile
-    tiles = LayerTiles(((float("inf"), tile),), tile, candidate.split_k, tile)
+    if tile.is_wgmma:
+        tiles = replace(spec.tiles, wgmma=((0.0, INFINITY, tile),))
+    else:
+        tiles = LayerTiles(((INFINITY, tile),), tile, candidate.split_k, tile)
     base = spec.table
     table = TileTable(
         name="candidate",
@@ -141,13 +187,15 @@ def join(gate_up: Candidate, down: Candidate) -> Candidate:
 
 
 def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
-    """All candidates of a job, in groups of what both products share; the incumbent's first.
+    """All candidates of a job, in groups of what both products share; what is in use first.
 
     Args:
         spec: the layer, with the table to start from.
         job: of `jobs_of`.
         shared_bytes: shared memory that a program may have.
     """
+    if job.mode == "wgmma":
+        return _wgmma_groups(spec, job, shared_bytes)
     incumbent = incumbent_of(spec, job)
     starts = [incumbent]
     for rows, both in product(_rows_of(spec, job, incumbent), _each(BOTH_OPTIONS)):
@@ -176,7 +224,7 @@ def _rows_of(spec: MoeSpec, job: Job, incumbent: Candidate) -> tuple[int, ...]:
         return (own,)
     middle = own
     if job.mode == "sorted":
-        each = job.counts[0] * spec.top_k / spec.num_experts
+        each = _routes_each(spec, job.counts[0])
         middle = next((rows for rows in ROWS if rows >= each), ROWS[-1])
     near = [rows for rows in ROWS if middle // 2 <= rows <= 2 * middle]
     return tuple(dict.fromkeys((own, *near)))
@@ -204,8 +252,8 @@ def _gate_ups(spec: MoeSpec, job: Job, start: Candidate, shared_bytes: int) -> I
         tile = replace(start.tile, gate_up=gate_up, **options)
         candidate = Candidate(tile, split)
         fits = _fits(tile.rows, spec.num_parts * columns, warps, stages, shared_bytes)
-        # The last tile of columns must hold some; and K must be long enough for so many spans.
-        is_narrow = columns < spec.intermediate_size + 64
+        # K must be long enough for so many spans.
+        is_narrow = wgmma.is_narrow(columns, spec.intermediate_size)
         is_split = job.mode != "direct" or split_k(with_candidate(spec, candidate)) == split
         if fits and is_narrow and is_split and candidate != start:
             yield candidate
@@ -219,8 +267,7 @@ def _downs(spec: MoeSpec, start: Candidate, shared_bytes: int) -> Iterator[Candi
         down = start.tile.down._replace(rows=rows, span=span, warps=warps, stages=stages)
         candidate = replace(start, tile=replace(start.tile, down=down, **options))
         fits = _fits(start.tile.rows, rows, warps, stages, shared_bytes)
-        is_narrow = rows * span < spec.hidden_size + 64
-        if fits and is_narrow and candidate != start:
+        if fits and wgmma.is_narrow(rows * span, spec.hidden_size) and candidate != start:
             yield candidate
 
 
@@ -232,3 +279,30 @@ def _fits(routes: int, weights: int, warps: int, stages: int, shared_bytes: int)
     """
     ahead = (stages - 1) * 128 * (2 * routes + weights // 2)
     return routes * weights <= MAX_ACCUMULATORS * 32 * warps and ahead <= shared_bytes
+
+
+def _wgmma_groups(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
+    """Those of Hopper's own kernels; the tile that the table has for the count first."""
+    now = known_of(spec, job)
+    groups: list[Group] = []
+    for rows in wgmma.rows_of(_routes_each(spec, job.counts[0])):
+        gate_ups = wgmma.gate_ups_of(spec, rows, shared_bytes)
+        downs = wgmma.downs_of(spec, rows, shared_bytes)
+        if not gate_ups or not downs:
+            continue
+        # What the table has for these rows, here or elsewhere: that of another recipe may not fit.
+        tiles = [now.tile] if now is not None else []
+        tiles += [tile for _, _, tile in spec.tiles.wgmma if tile.rows == rows]
+        tiles.append(Tile(rows, gate_ups[0], False, downs[0], is_wgmma=True))
+        start = next(tile for tile in tiles if _is_one_of(tile, rows, gate_ups, downs))
+        fc1 = [replace(start, gate_up=each) for each in gate_ups if each != start.gate_up]
+        fc2 = [replace(start, down=each) for each in downs if each != start.down]
+        group = Group(Candidate(start), tuple(map(Candidate, fc1)), tuple(map(Candidate, fc2)))
+        groups.append(group)
+    if now is not None and now not in [group.start for group in groups]:
+        groups.append(Group(now, (), ()))
+    return tuple(sorted(groups, key=lambda group: group.start != now))
+
+
+def _is_one_of(tile: Tile, rows: int, gate_ups: Sequence[GateUp], downs: Sequence[Down]) -> bool:
+    return tile.rows == rows and tile.gate_up in gate_ups and tile.down in downs

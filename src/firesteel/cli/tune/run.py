@@ -22,10 +22,12 @@ from firesteel.cli.tune.candidates import (
     groups_of,
     incumbent_of,
     jobs_of,
+    known_of,
     shape_of,
 )
 from firesteel.cli.tune.measuring import Compiler, LayerBench
 from firesteel.cli.tune.search import Found, search, tuned_tiles
+from firesteel.cli.tune.wgmma import MIN_ROUTES
 from firesteel.device import (
     checked_device,
     default_device,
@@ -35,15 +37,16 @@ from firesteel.device import (
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch.binary import triton_version
 from firesteel.launch.driver import Driver
+from firesteel.moe.plan import has_wgmma
 from firesteel.moe.spec import MoeSpec
-from firesteel.moe.tuning import Row, TileTable
+from firesteel.moe.tuning import MODES, LayerTiles, Mode, Row, TileTable
 from firesteel.moe.tuning_file import plain_fields, read_table, table_of_device, write_table
 
 __all__ = ["TuneRequest", "changes_of", "merged_table", "run", "tune_layer"]
 
 PORTABLE_SHARED_BYTES = 99 * 1024
 """Shared memory that a program has on every GPU since sm_86. Tables serve devices that they were
-not measured on, and a tile that needs more would not run there."""
+not measured on, and a tile that needs more would not run there. Rows "wgmma" serve sm_90 alone."""
 
 Groups = Callable[[MoeSpec, Job, int], Sequence[Group]]
 
@@ -60,7 +63,9 @@ class TuneRequest:
         sizes            token counts
         minutes          after which nothing more is timed
         batch_invariant  choose the tile of batch invariant layers, and no other
-        portable         only tiles of at most PORTABLE_SHARED_BYTES of shared memory
+        wgmma            Hopper's own kernels too, where they read the weights
+        only_wgmma       choose their tiles, and no other
+        portable         but for those only tiles of at most PORTABLE_SHARED_BYTES of shared memory
         table            to start from; of None the file to merge into where it has the shape and
                          recipe, else the table nearest to the device
 
@@ -75,6 +80,8 @@ class TuneRequest:
     sizes: tuple[int, ...] = (1, 8, 32, 64, 256, 1024, 3072, 8192)
     minutes: float = 4.0
     batch_invariant: bool = False
+    wgmma: bool = True
+    only_wgmma: bool = False
     portable: bool = True
     device: str | None = None
     table: str | None = None
@@ -92,14 +99,25 @@ class TuneRequest:
             raise InvalidArgumentError(
                 f"--out: {self.out} exists; --merge replaces its rows of this shape and recipe"
             )
+        if self.only_wgmma and (self.batch_invariant or not self.wgmma):
+            other = "--batch-invariant" if self.batch_invariant else "--no-wgmma"
+            raise InvalidArgumentError(f"--only-wgmma: got {other} too, must be at most one")
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Modes of rows to choose, where the layer has them."""
+        if self.only_wgmma:
+            return ("wgmma",)
+        return tuple(mode for mode in MODES if self.wgmma or mode != "wgmma")
 
 
 def run(request: TuneRequest, *, as_json: bool) -> None:
     """Tune, write the table, and print what was chosen.
 
     Raises
-        UnsupportedError: no GPU.
-        InvalidArgumentError: the file to merge into is of another device, or no table.
+        UnsupportedError: no GPU, or none of the kernels that alone are asked for.
+        InvalidArgumentError: the file to merge into is of another device, or no table; or there is
+            nothing to choose.
         FiresteelError: the layer's numbers are wrong with the tiles in use.
     """
     start = time.monotonic()
@@ -114,20 +132,21 @@ def run(request: TuneRequest, *, as_json: bool) -> None:
     spec = spec.for_target(device_target(device))
     if old is not None and shape_of(spec) in old.shapes and request.table is None:
         spec = replace(spec, table=old)
-    shared_bytes = Driver.open().max_shared_bytes(device.index or 0)
-    if request.portable:
-        shared_bytes = min(shared_bytes, PORTABLE_SHARED_BYTES)
+    _check_modes(request, spec)
+    most = Driver.open().max_shared_bytes(device.index or 0)
     with progress() as say:
         found = tune_layer(
             spec,
             request.sizes,
             device,
-            shared_bytes=shared_bytes,
+            shared_bytes=min(most, PORTABLE_SHARED_BYTES) if request.portable else most,
+            wgmma_shared_bytes=most,
+            modes=request.modes,
             end=start + 60 * request.minutes,
             say=say,
             note=_note,
         )
-    made = _table_of_now(request.out, device, tuned_tiles(spec, found).rows(shape_of(spec)))
+    made = _table_of_now(request.out, device, _tiles(spec, found, old).rows(shape_of(spec)))
     write_table(request.out, made if old is None else merged_table(old, made))
     seconds = time.monotonic() - start
     result = {
@@ -151,6 +170,8 @@ def tune_layer(
     device: torch.device,
     *,
     shared_bytes: int,
+    wgmma_shared_bytes: int | None = None,
+    modes: Sequence[Mode] = MODES,
     end: float,
     say: Callable[[str], None],
     note: Callable[[str], None],
@@ -163,6 +184,8 @@ def tune_layer(
         sizes: token counts.
         device: a GPU.
         shared_bytes: that a program may have.
+        wgmma_shared_bytes: that one of Hopper's own kernels may have; as others by default.
+        modes: of rows to choose.
         end: of `time.monotonic()`, after which no candidate is begun.
         say, note: told what runs now, and what is to be kept in sight.
         groups: the candidates of a job, given shared memory in bytes.
@@ -171,10 +194,13 @@ def tune_layer(
         FiresteelError: the layer's numbers are wrong with the tiles in use.
     """
     weights = random_weights(spec, device)
-    jobs = jobs_of(spec, tuple(sizes))
+    jobs = jobs_of(spec, tuple(sizes), modes)
+    wgmma_bytes = wgmma_shared_bytes or shared_bytes
     found: list[Found] = []
     with TemporaryDirectory() as folder:
-        compiler = Compiler(device_target(device), Path(folder), shared_bytes)
+        compiler = Compiler(
+            device_target(device), Path(folder), shared_bytes, wgmma_shared_bytes=wgmma_bytes
+        )
         for number, job in enumerate(jobs):
             now = time.monotonic()
             bench = LayerBench(
@@ -186,12 +212,50 @@ def tune_layer(
                 say=say,
                 drop=note,
             )
-            known = {f.chosen: None for f in found if f.job.mode == job.mode}
-            candidates = groups(spec, job, shared_bytes)
-            each = search(job, incumbent_of(spec, job), candidates, bench, list(known))
+            candidates = groups(spec, job, wgmma_bytes if job.mode == "wgmma" else shared_bytes)
+            incumbent, known = _incumbent(spec, job, found), _known(spec, job, found)
+            each = search(job, incumbent, candidates, bench, known)
             note(_line(each))
             found.append(each)
     return found
+
+
+def _incumbent(spec: MoeSpec, job: Job, found: Sequence[Found]) -> Candidate:
+    """What a job's candidates must beat: of "wgmma" what "sorted" has just taken, if it was."""
+    best = [f.chosen for f in found if job.mode == "wgmma" and f.job == Job("sorted", job.counts)]
+    return best[0] if best else incumbent_of(spec, job)
+
+
+def _known(spec: MoeSpec, job: Job, found: Sequence[Found]) -> list[Candidate]:
+    """What other jobs of the mode took, and of "wgmma" what the table has for the count."""
+    known = [known_of(spec, job), *(f.chosen for f in found if f.job.mode == job.mode)]
+    is_wgmma = job.mode == "wgmma"
+    return list(dict.fromkeys(c for c in known if c is not None and c.tile.is_wgmma == is_wgmma))
+
+
+def _tiles(spec: MoeSpec, found: Sequence[Found], old: TileTable | None) -> LayerTiles:
+    """The layer's tiles with what was found; of a mode that was not tuned those of the old file."""
+    tiles = tuned_tiles(spec, found)
+    if old is None or shape_of(spec) not in old.shapes:
+        return tiles
+    kept, tuned = old.tiles(shape_of(spec)), {each.job.mode for each in found}
+    changes: dict[str, Any] = {mode: getattr(kept, mode) for mode in MODES if mode not in tuned}
+    if "direct" not in tuned:
+        changes["split_k"] = kept.split_k
+    return replace(tiles, **changes)
+
+
+def _check_modes(request: TuneRequest, spec: MoeSpec) -> None:
+    if request.only_wgmma and not has_wgmma(spec):
+        raise UnsupportedError(
+            f"--only-wgmma: got a layer {spec.title}, must be of int4 with scales of its own type, "
+            "on sm_90 with Triton 3.6 or later"
+        )
+    if not jobs_of(spec, request.sizes, request.modes):
+        raise InvalidArgumentError(
+            f"--m: got {list(request.sizes)}, must have a count of {MIN_ROUTES} routes an expert "
+            "for --only-wgmma"
+        )
 
 
 def _check_device(old: TileTable | None, device: torch.device, path: Path) -> None:
@@ -222,7 +286,12 @@ def merged_table(old: TileTable, new: TileTable) -> TileTable:
 
 
 def changes_of(found: Found) -> str:
-    """`gate_up.stages 3 to 4, down.span 4 to 2`; `as before` where the incumbent stays."""
+    """`gate_up.stages 3 to 4, down.span 4 to 2`; `as before` where the incumbent stays.
+
+    Of "wgmma" those from the best of "sorted", or `sorted`.
+    """
+    if found.job.mode == "wgmma" and found.chosen == found.incumbent:
+        return "sorted" if found.is_decided else "as before"
     before, after = _flat(found.incumbent), _flat(found.chosen)
     changed = [
         f"{name} {before[name]} to {value}"

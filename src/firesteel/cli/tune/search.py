@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from firesteel.cli.tune.candidates import Candidate, Group, Job, join
 from firesteel.errors import FiresteelError
+from firesteel.moe.plan import has_wgmma
 from firesteel.moe.spec import MoeSpec
-from firesteel.moe.tuning import LayerTiles, Tile
+from firesteel.moe.tuning import INFINITY, LayerTiles, Tile
 
 __all__ = ["NOISE", "Bench", "Found", "Timing", "search", "tuned_tiles"]
 
@@ -19,6 +20,8 @@ NOISE = 0.01
 """By so much of its time the incumbent must be beaten; by its spread, where that is more."""
 
 _FINALISTS, _ROUNDS = 3, 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Found:
     Fields
         job              of which
         chosen           the candidate to take
-        incumbent        what was taken before
+        incumbent        what was taken before; of "wgmma" the best of "sorted"
         us, incumbent_us of both, timed one after the other; equal where the incumbent stays
         timed, skipped   candidates that were timed, and that no time was left for
         dropped          that were wrong or could not run
@@ -66,6 +69,11 @@ class Found:
     timed: int
     skipped: int
     dropped: int
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the incumbent had a rival."""
+        return self.timed + self.dropped > 1
 
 
 def search(
@@ -193,17 +201,27 @@ def _mean(timings: Sequence[Timing]) -> Timing:
 def tuned_tiles(spec: MoeSpec, found: Sequence[Found]) -> LayerTiles:
     """The layer's tiles with what was found; a job that was not done leaves them as they were."""
     tiles = spec.tiles
+    if not has_wgmma(spec):
+        # Of the recipe or the device that it started from.
+        tiles = replace(tiles, wgmma=())
     points: list[tuple[int, Tile]] = []
+    wgmma: list[tuple[int, Tile | None]] = []
     for each in found:
         chosen = each.chosen
         if each.job.mode == "direct":
             tiles = replace(tiles, direct=chosen.tile, split_k=_split_of(tiles, each))
         elif each.job.mode == "batch_invariant":
             tiles = replace(tiles, batch_invariant=chosen.tile)
-        else:
+        elif each.job.mode == "sorted":
             points += [(count, chosen.tile) for count in each.job.counts]
-    ranges = _ranges(tiles.sorted, sorted(points, key=lambda p: p[0]), spec)
-    return replace(tiles, sorted=ranges)
+        elif each.is_decided:
+            tile = chosen.tile if chosen.tile.is_wgmma else None
+            wgmma += [(count, tile) for count in each.job.counts]
+    return replace(
+        tiles,
+        sorted=_ranges(tiles.sorted, sorted(points, key=lambda p: p[0]), spec),
+        wgmma=_wgmma_ranges(tiles.wgmma, sorted(wgmma, key=lambda p: p[0]), spec),
+    )
 
 
 def _split_of(tiles: LayerTiles, found: Found) -> int:
@@ -211,9 +229,43 @@ def _split_of(tiles: LayerTiles, found: Found) -> int:
     return tiles.split_k if found.chosen == found.incumbent else found.chosen.split_k
 
 
+def _wgmma_ranges(
+    base: Sequence[tuple[float, float, Tile]],
+    points: Sequence[tuple[int, Tile | None]],
+    spec: MoeSpec,
+) -> tuple[tuple[float, float, Tile], ...]:
+    """The same where there may be no tile; but a tile does not reach down to fewer routes than its
+    first count, where before there was none or one of fewer rows.
+    """
+    if not points:
+        return tuple(base)
+    steps: list[tuple[float, Tile | None]] = []
+    end = 0.0
+    for first, below, tile in base:
+        if first > end:
+            steps.append((first, None))
+        steps.append((below, tile))
+        end = below
+    if end < INFINITY:
+        steps.append((INFINITY, None))
+    count, chosen = points[0]
+    first = count * spec.top_k / spec.num_experts
+    place = next(n for n, (bound, _) in enumerate(steps) if first < bound)
+    start, before = steps[place - 1][0] if place else 0.0, steps[place][1]
+    if start < first and chosen is not None and (before is None or before.rows < chosen.rows):
+        steps.insert(place, (first, before))
+    found = _ranges(steps, points, spec)
+    firsts = (0.0, *(bound for bound, _ in found))
+    return tuple(
+        (start, bound, tile)
+        for start, (bound, tile) in zip(firsts, found, strict=False)
+        if tile is not None
+    )
+
+
 def _ranges(
-    base: Sequence[tuple[float, Tile]], points: Sequence[tuple[int, Tile]], spec: MoeSpec
-) -> tuple[tuple[float, Tile], ...]:
+    base: Sequence[tuple[float, T]], points: Sequence[tuple[int, T]], spec: MoeSpec
+) -> tuple[tuple[float, T], ...]:
     """Ranges in which a measured count speaks for those around it.
 
     Between two counts that is up to their geometric mean; below the first and above the last one
@@ -233,7 +285,7 @@ def _ranges(
     end = next(bound for bound, _ in base if last < bound)
     found.append((end, points[-1][1]))
     found += [(bound, tile) for bound, tile in base if bound > end]
-    merged: list[tuple[float, Tile]] = []
+    merged: list[tuple[float, T]] = []
     for bound, tile in found:
         if merged and merged[-1][1] == tile:
             merged.pop()
