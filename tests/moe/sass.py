@@ -69,11 +69,13 @@ class Turn:
     Fields
         instructions           those that every turn runs, without NOP
         blocks                 blocks of weights, 128 columns of all its rows, that it takes
+        spills                 of the instructions those that store or load spilled registers
         instructions_a_weight  by all threads of a program together
     """
 
     instructions: int
     blocks: int
+    spills: int
     instructions_a_weight: float
 
 
@@ -165,7 +167,8 @@ def weigh(text: str, key: LaunchKey) -> Turn:
             f"loads: got {loaded:g} bytes of {key}, must be {weights // 2} at least "
             f"(the codes of {blocks} blocks)"
         )
-    return Turn(len(turn), blocks, len(turn) * threads / weights)
+    spills = sum(each.name.startswith(("STL", "LDL")) for each in turn)
+    return Turn(len(turn), blocks, spills, len(turn) * threads / weights)
 
 
 def _products(code: Sequence[Instruction]) -> int:

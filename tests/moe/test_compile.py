@@ -36,6 +36,12 @@ pytestmark = pytest.mark.compile
 TARGETS = ("sm_90", "sm_120")
 # Of a block, at most.
 SHARED_KIB = {"sm_90": 227, "sm_120": 99}
+# Spill some registers between row blocks, and none among products. They take the tiles that were
+# measured for groups of 128, which leave no register for the scales of more groups.
+SPILLING = (
+    "gpt-oss-120b 14 down_wgmma_kernel",
+    "int4-g32-asym-fp16 14 down_wgmma_kernel",
+)
 # What a name ends in where a layer does without the kernels of one target alone.
 PLAIN = " no wgmma"
 BUDGET = Path(__file__).parent / "compile_budget.json"
@@ -203,6 +209,7 @@ def _usage(image: bytes, key: LaunchKey, folder: Path) -> dict[str, float]:
         turn = weigh(text, key)
         found["turn_instructions"] = turn.instructions
         found["turn_blocks"] = turn.blocks
+        found["turn_spills"] = turn.spills
         found["instructions_a_weight"] = turn.instructions_a_weight
     return found
 
@@ -234,20 +241,21 @@ def test_shipped_tables_compile_within_the_budget(target: str, tmp_path: Path) -
     assert not over
     for row, (_, key) in _shipped(target).items():
         assert bool(found[row]["matrix_instructions"]) == is_matrix(key), row
+        assert not found[row].get("turn_spills"), row
         # Products that ptxas has serialised would each have a wait; the source has one for two.
         if "waits" in found[row]:
             assert 0 < 2 * found[row]["waits"] <= found[row]["matrix_instructions"], row
     assert any("waits" in usage for usage in found.values()) == supports_wgmma(target)
 
 
-def test_the_budget_limits_each_row_and_lets_nothing_spill() -> None:
+def test_the_budget_limits_each_row_and_lets_only_what_is_named_spill() -> None:
     rows = json.loads(BUDGET.read_text(encoding="utf-8"))
     assert set(rows) == set(TARGETS)
     for target, table in rows.items():
         keys = {name: key for name, (_, key) in _shipped(target).items()}
         for name, row in table.items():
             assert tuple(row) == LIMITED[: None if is_matrix(keys[name]) else -1]
-            assert row["spilled_bytes"] == 0
+            assert (row["spilled_bytes"] > 0) == (name in SPILLING)
             assert row["shared_bytes"] <= 1024 * SHARED_KIB[target]
             # What any GPU may run has no more than the least of them.
             if "_wgmma_" not in name:

@@ -120,6 +120,12 @@ def test_instructions_a_weight():
     assert turn.instructions_a_weight == 12 * 128 / (64 * 128)
 
 
+def test_spills_of_a_turn_are_counted_and_those_outside_are_not():
+    text = sass("STL [R1], R2", "LDL R2, [R1]", *BLOCK, "LDL.64 R2, [R1]", "@P0 BRA {2}", *END)
+    assert weigh(text, key()).spills == 1
+    assert weigh(sass("STL [R1], R2", *BLOCK, "@P0 BRA {1}", *END), key()).spills == 0
+
+
 def test_a_turn_of_two_blocks_counts_both():
     turn = weigh(sass(*BLOCK, *BLOCK, "@P0 BRA {0}", *END), key())
     assert (turn.instructions, turn.blocks) == (21, 2)
