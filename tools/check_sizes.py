@@ -17,10 +17,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def is_kernel(function: Function) -> bool:
-    """Whether a decorator is `jit`, `triton.jit` or a call of either."""
+    """Whether a decorator is `jit`, `triton.jit`, `gluon.jit` or a call of one."""
     for decorator in function.decorator_list:
         target = decorator.func if isinstance(decorator, ast.Call) else decorator
-        if ast.unparse(target) in {"jit", "triton.jit"}:
+        if ast.unparse(target) in {"jit", "triton.jit", "gluon.jit"}:
             return True
     return False
 

@@ -22,6 +22,7 @@ COLUMNS = {
     "spilled_bytes": "spilled, B",
     "shared_bytes": "shared, B",
     "matrix_instructions": "matrix",
+    "waits": "waits",
     "turn_instructions": "a turn",
     "turn_blocks": "blocks",
     "instructions_a_weight": "a weight",

@@ -4,7 +4,6 @@ These run in Triton's interpreter, which must be on before Triton is imported; `
 where it is not, so that no test passes by running nothing.
 """
 
-import mmap
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,17 +71,6 @@ class Memory:
             # As bytes: an input may hold NaN.
             before, after = (part.reshape(-1).view(torch.uint8) for part in (tensor, held))
             assert torch.equal(before, after)
-
-
-def sparse_memory(num_bytes: int) -> mmap.mmap:
-    """Zeros of which only touched pages take memory, so that offsets may pass 2**31."""
-    no_reserve = 0x4000
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-
-
-def at(memory: mmap.mmap, num_bytes: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` elements at a byte offset; a kernel given the tensor may reach further."""
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=num_bytes)
 
 
 def launch(kernel: object, grid: tuple[int, ...], *arguments: object, **constexprs: object) -> None:

@@ -3,6 +3,9 @@
 A loop is what a backward branch spans. The main one is the innermost that both multiplies and
 loads from global memory; its multiplications say how many weights one turn takes, however far the
 compiler has unrolled it. Where it has unrolled all of it, the whole kernel counts as one turn.
+
+Hopper's own kernels multiply a tile as 32, 64, 96 or 128 routes and have a loop of each: counted is
+that of a full tile, which multiplies most.
 """
 
 import math
@@ -123,8 +126,18 @@ def without_stores(loop: Sequence[Instruction]) -> list[Instruction]:
     return [each for each in loop if each.address not in skipped]
 
 
+def waits_of(code: Sequence[Instruction]) -> tuple[int, int]:
+    """Waits for `wgmma`, and how many of those there are.
+
+    Where ptxas cannot let them run on (a branch among them, registers used too soon), it makes each
+    wait for itself, and says so in a warning that nobody reads: then there are as many waits.
+    """
+    waits = sum(each.name.startswith("WARPGROUP.DEPBAR") for each in code)
+    return waits, sum("GMMA" in each.name for each in code)
+
+
 def weigh(text: str, key: LaunchKey) -> Turn:
-    """A turn of a compiled key of gate_up_kernel or down_kernel.
+    """A turn of a compiled key of FC1 or FC2.
 
     Raises
         ValueError: it does not multiply whole blocks, or loads less than their codes.
@@ -133,9 +146,11 @@ def weigh(text: str, key: LaunchKey) -> Turn:
     rows, routes = constants["BLOCK_N"], constants["BLOCK_M"]
     assert isinstance(rows, int)
     assert isinstance(routes, int)
-    parts = 2 if key.name == "gate_up_kernel" and constants["ACTIVATION"] != "relu2" else 1
-    # The operand of one product; warps that are more than its tiles of 16 x 8 repeat others' work.
-    operand = rows * (parts if constants.get("JOINT") else 1)
+    is_gate_up = key.name.startswith("gate_up")
+    parts = 2 if is_gate_up and constants["ACTIVATION"] != "relu2" else 1
+    # The operand of one product, which in Gluon always has gate and up rows; warps that are more
+    # than its tiles of 16 x 8 repeat others' work.
+    operand = rows * (parts if constants.get("JOINT", True) else 1)
     repeats = max(1, key.num_warps * 16 * 8 // (operand * routes))
     turn = without_stores(main_loop(parse(text)))
     products = _products(turn) * key.num_warps // repeats

@@ -17,13 +17,12 @@ from tests.moe.kernels import (
     Routing,
     activation_bound,
     activation_constexprs,
-    at,
     launch,
     routings,
     run_activate,
     run_on_nothing,
-    sparse_memory,
 )
+from tests.moe.sparse import at, sparse_memory
 
 pytestmark = pytest.mark.interpret
 

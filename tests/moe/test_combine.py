@@ -13,7 +13,6 @@ from tests.moe.kernels import (
     DTYPES,
     ROUNDING,
     Routing,
-    at,
     launch,
     routings,
     run_activate,
@@ -24,9 +23,9 @@ from tests.moe.kernels import (
     run_on_nothing,
     run_partials,
     run_place,
-    sparse_memory,
     stacks,
 )
+from tests.moe.sparse import at, sparse_memory
 
 pytestmark = pytest.mark.interpret
 

@@ -8,6 +8,7 @@ what each key takes, and writes the budget.
 import json
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,35 +20,45 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
 from firesteel.launch import Kernel, LaunchKey, Plan, plan
-from firesteel.launch.binary import Binary, compile_all, triton_source
+from firesteel.launch.binary import Binary, compile_all, supports_wgmma, triton_source
 from firesteel.launch.key import Constexpr
+from firesteel.moe.activate import activate_kernel
 from firesteel.moe.activation import Activation
 from firesteel.moe.plan import KERNELS
+from firesteel.moe.products import PRODUCT_KERNELS
 from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
-from firesteel.moe.tuning import TileTable
+from firesteel.moe.tuning import Row, TileTable, recipe_name
 from firesteel.moe.tuning_file import shipped_tables
-from tests.moe.sass import weigh
+from tests.moe.sass import parse, waits_of, weigh
 
 pytestmark = pytest.mark.compile
 
 TARGETS = ("sm_90", "sm_120")
+# Of a block, at most.
+SHARED_KIB = {"sm_90": 227, "sm_120": 99}
+# What a name ends in where a layer does without the kernels of one target alone.
+PLAIN = " no wgmma"
 BUDGET = Path(__file__).parent / "compile_budget.json"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MAX_TOKENS = 8192
+MATRIX_KERNELS = {each.name for each in PRODUCT_KERNELS} - {
+    f"{activate_kernel.__module__}.activate_kernel"
+}
 # What is limited; the last of matrix kernels alone.
 LIMITED = ("registers", "spilled_bytes", "shared_bytes", "instructions_a_weight")
 
 
 @cache
-def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
-    """What is compiled, by its name in the budget.
+def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
+    """What is compiled for a target, by its name in the budget.
 
     Every row of every table that ships, for the shape that it was measured for; every key of three
     plans that differ in all that changes code; of two of FP4 the products; and of the other named
-    geometries the products of the largest tile, which take the most registers.
+    geometries the products of the largest tile, which take the most registers. Where the target has
+    kernels of its own, each also as it is without them, since not all weights are read by those.
     """
-    stored = StoredWeights(group_size=32, has_zero_points=True)
-    spec = MoeSpec(
+    stored = StoredWeights(group_size=32, has_zero_points=True, scale="fp16")
+    fp16 = MoeSpec(
         hidden_size=2048,
         intermediate_size=768,
         num_experts=128,
@@ -56,39 +67,56 @@ def _shipped() -> dict[str, tuple[Kernel, LaunchKey]]:
         w2=stored,
         dtype="fp16",
     )
-    plans = {
-        "glm-5.2": _plan(geometry("glm-5.2", tensor_parallel=4), "i64"),
-        "gpt-oss-120b": _plan(geometry("gpt-oss-120b", group_size=64), "i64"),
-        "int4-g32-asym-fp16": _plan(spec, "i32"),
-        "gpt-oss-120b mxfp4": _plan(geometry("gpt-oss-120b", element="mxfp4"), "i32"),
-        "glm-5.2 nvfp4": _plan(geometry("glm-5.2", tensor_parallel=4, element="nvfp4"), "i32"),
+    whole = {
+        "glm-5.2": (geometry("glm-5.2", tensor_parallel=4), "i64"),
+        "gpt-oss-120b": (geometry("gpt-oss-120b", group_size=64), "i64"),
+        "int4-g32-asym-fp16": (fp16, "i32"),
+        "gpt-oss-120b mxfp4": (geometry("gpt-oss-120b", element="mxfp4"), "i32"),
+        "glm-5.2 nvfp4": (geometry("glm-5.2", tensor_parallel=4, element="nvfp4"), "i32"),
     }
-    found: dict[str, tuple[Kernel, LaunchKey]] = {}
     for table in shipped_tables().values():
-        plans |= _plans_of(table)
+        whole |= {name: (spec, "i64") for name, spec in _specs_of(table).items()}
+    others = {name: (geometry(name), "i64") for name in GEOMETRIES if name not in whole}
+    found: dict[str, tuple[Kernel, LaunchKey]] = {}
     known: set[LaunchKey] = set()
-    for name in dict.fromkeys((*plans, *GEOMETRIES)):
-        made = plans.get(name) or _plan(geometry(name), "i64")
-        assert isinstance(made.spec, MoeSpec)
-        largest = max(tile.rows for _, tile in made.spec.tiles.sorted)
+    for name, (spec, ids) in _variants({**whole, **others}, target).items():
+        made = _plan(spec, ids)
+        constants = {key: dict(key.constexprs) for key in made.keys}
+        largest = max(each.get("BLOCK_M", 0) for each in constants.values())
         for number, key in enumerate(made.keys):
-            constants = dict(key.constexprs)
-            is_largest = constants.get("BLOCK_M") == largest
+            is_largest = constants[key].get("BLOCK_M") == largest
             # What reads no weights is the same in every table.
-            is_wanted = name in plans and ("ELEMENT" in constants or "fp4" not in name)
-            if key not in known and (is_wanted or is_largest):
+            is_wanted = is_matrix(key) or "fp4" not in name
+            is_whole = name.removesuffix(PLAIN) in whole
+            if key not in known and (is_wanted if is_whole else is_largest):
                 found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
                 known.add(key)
     return found
 
 
-def _plans_of(table: TileTable) -> dict[str, Plan]:
-    """Of each shape of a table, a plan that reaches every sorted row and the direct one, and one
-    that is batch invariant."""
-    found: dict[str, Plan] = {}
+def _variants(
+    specs: Mapping[str, tuple[MoeSpec, str]], target: str
+) -> dict[str, tuple[MoeSpec, str]]:
+    """The layers as they are on a target; after them without the kernels that only it has."""
+    found = {name: (spec.for_target(target), ids) for name, (spec, ids) in specs.items()}
+    plain = {
+        f"{name}{PLAIN}": (replace(spec, wgmma=False), ids)
+        for name, (spec, ids) in found.items()
+        if spec.wgmma
+    }
+    return {**found, **plain}
+
+
+def _specs_of(table: TileTable) -> dict[str, MoeSpec]:
+    """Of each shape of a table, a layer whose plan reaches every row, and one that is batch
+    invariant."""
+    found: dict[str, MoeSpec] = {}
     for shape in table.shapes:
         size, _, asym = shape.recipe.removeprefix("int4-g").partition("-")
-        stored = StoredWeights(group_size=int(size), has_zero_points=bool(asym))
+        if shape.recipe.startswith("int4"):
+            stored = StoredWeights(group_size=int(size), has_zero_points=bool(asym))
+        else:
+            stored = StoredWeights.fp4(shape.recipe)
         spec = MoeSpec(
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -99,31 +127,45 @@ def _plans_of(table: TileTable) -> dict[str, Plan]:
             table=table,
         )
         title = f"{table.name} K={shape.hidden_size} N={shape.intermediate_size} {shape.recipe}"
-        found[title] = _plan(spec, "i64")
-        found[f"{title} batch_invariant"] = _plan(replace(spec, batch_invariant=True), "i64")
+        found[title] = spec
+        found[f"{title} batch_invariant"] = replace(spec, batch_invariant=True)
     return found
 
 
-def test_every_row_of_every_table_is_compiled() -> None:
-    keys = [key for _, key in _shipped().values()]
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_row_of_every_table_is_compiled(target: str) -> None:
+    keys = [key for _, key in _shipped(target).values()]
     for table in shipped_tables().values():
         for row in table.rows:
-            (k, n, recipe), tile = row.shape, row.tile
-            fitting = [
-                key
-                for key in keys
-                if (constants := dict(key.constexprs)).get("BLOCK_M") == tile.rows
-                and (constants["K"], constants["N"]) == (k, n)
-                and f"int4-g{constants['GROUP_SIZE']}" == recipe.removesuffix("-asym")
-                and (constants["E"] is not None) == (row.mode == "direct")
-            ]
-            cuts = {
-                (key.name, dict(key.constexprs)["BLOCK_N"], key.num_warps, key.num_stages)
-                for key in fitting
-            }
-            gate_up, down = tile.gate_up, tile.down
-            assert ("gate_up_kernel", *gate_up) in cuts, row
-            assert ("down_kernel", down.rows, down.warps, down.stages) in cuts, row
+            if row.mode == "wgmma" and not supports_wgmma(target):
+                continue
+            fitting = [key for key in keys if is_matrix(key) and _fits(key, row)]
+            cuts = {_cut(key) for key in fitting}
+            # Which of Hopper's own kernels, their rows say.
+            kind = "" if row.mode != "wgmma" else "_stream" if row.tile.rows <= 16 else "_wgmma"
+            columns, *gate_up = row.tile.gate_up
+            rows, span, *down = row.tile.down
+            assert (f"gate_up{kind}_kernel", columns, None, *gate_up) in cuts, row
+            assert (f"down{kind}_kernel", rows, span, *down) in cuts, row
+
+
+def _fits(key: LaunchKey, row: Row) -> bool:
+    """Whether a product is of a row's shape, mode and rows."""
+    constants, arguments = dict(key.constexprs), dict(key.arguments)
+    element = str(constants.get("ELEMENT", "int4"))
+    group_size = constants["GROUP_SIZE"]
+    assert isinstance(group_size, int)
+    recipe = recipe_name(element, group_size, "zero_points_ptr" in arguments)
+    is_mode = row.mode == "wgmma" or ("topk_ids_ptr" in arguments) == (row.mode == "direct")
+    sizes = (constants["K"], constants["N"], constants["BLOCK_M"])
+    return is_mode and (*sizes, recipe) == (*row.shape[:2], row.tile.rows, row.shape.recipe)
+
+
+def _cut(key: LaunchKey) -> tuple[object, ...]:
+    """How a product cuts the layer: kernel, columns, span, warps and stages."""
+    constants = dict(key.constexprs)
+    stages = constants.get("STAGES", key.num_stages)
+    return (key.name, constants["BLOCK_N"], constants.get("SPAN"), key.num_warps, stages)
 
 
 def _plan(spec: MoeSpec, ids: str) -> Plan:
@@ -131,7 +173,7 @@ def _plan(spec: MoeSpec, ids: str) -> Plan:
 
 
 def is_matrix(key: LaunchKey) -> bool:
-    return key.name in ("gate_up_kernel", "down_kernel")
+    return key.kernel in MATRIX_KERNELS
 
 
 def _usage(image: bytes, key: LaunchKey, folder: Path) -> dict[str, float]:
@@ -155,6 +197,8 @@ def _usage(image: bytes, key: LaunchKey, folder: Path) -> dict[str, float]:
         "spilled_bytes": int(stack[1]) + int(local[1]),
         "matrix_instructions": len(re.findall(r"\b(?:HGMMA|HMMA|QGMMA)\b", text)),
     }
+    if key.name.endswith("_wgmma_kernel"):
+        found["waits"], found["matrix_instructions"] = waits_of(parse(text))
     if is_matrix(key):
         turn = weigh(text, key)
         found["turn_instructions"] = turn.instructions
@@ -165,7 +209,7 @@ def _usage(image: bytes, key: LaunchKey, folder: Path) -> dict[str, float]:
 
 def measure(target: str, folder: Path, prefix: str = "") -> dict[str, dict[str, float]]:
     """What each compiled key of `_shipped` takes, by its name in the budget; those of a prefix."""
-    shipped = {name: each for name, each in _shipped().items() if name.startswith(prefix)}
+    shipped = {name: each for name, each in _shipped(target).items() if name.startswith(prefix)}
     binaries: dict[LaunchKey, Binary] = {}
     compile_all(list(shipped.values()), target, threads=2, done=binaries.__setitem__)
     assert set(binaries) == {key for _, key in shipped.values()}
@@ -188,19 +232,26 @@ def test_shipped_tables_compile_within_the_budget(target: str, tmp_path: Path) -
         if field in usage and usage[field] > budget[row][field]
     }
     assert not over
-    for row, (_, key) in _shipped().items():
+    for row, (_, key) in _shipped(target).items():
         assert bool(found[row]["matrix_instructions"]) == is_matrix(key), row
+        # Products that ptxas has serialised would each have a wait; the source has one for two.
+        if "waits" in found[row]:
+            assert 0 < 2 * found[row]["waits"] <= found[row]["matrix_instructions"], row
+    assert any("waits" in usage for usage in found.values()) == supports_wgmma(target)
 
 
 def test_the_budget_limits_each_row_and_lets_nothing_spill() -> None:
     rows = json.loads(BUDGET.read_text(encoding="utf-8"))
     assert set(rows) == set(TARGETS)
-    keys = {name: key for name, (_, key) in _shipped().items()}
-    for name, row in ((name, row) for table in rows.values() for name, row in table.items()):
-        assert tuple(row) == LIMITED[: None if is_matrix(keys[name]) else -1]
-        assert row["spilled_bytes"] == 0
-        # The least that a GPU of either target has.
-        assert row["shared_bytes"] <= 99 * 1024
+    for target, table in rows.items():
+        keys = {name: key for name, (_, key) in _shipped(target).items()}
+        for name, row in table.items():
+            assert tuple(row) == LIMITED[: None if is_matrix(keys[name]) else -1]
+            assert row["spilled_bytes"] == 0
+            assert row["shared_bytes"] <= 1024 * SHARED_KIB[target]
+            # What any GPU may run has no more than the least of them.
+            if "_wgmma_" not in name:
+                assert row["shared_bytes"] <= 1024 * min(SHARED_KIB.values())
 
 
 # Of groups that every element's code takes.
@@ -220,14 +271,19 @@ KEY_SPECS = {
 }
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", KEY_SPECS)
-def test_every_constant_of_a_key_is_read_by_its_code(name: str) -> None:
+def test_every_constant_of_a_key_is_read_by_its_code(name: str, target: str) -> None:
     """A value that no compiled code reads must not be in a key: it would only make more keys."""
-    made = plan(KEY_SPECS[name], 2000, flags={"ids": ["i32"]})
+    made = plan(KEY_SPECS[name].for_target(target), 2000, flags={"ids": ["i32"]})
     for key in made.keys:
         kernel = made.kernels[key.kernel]
         code = _ir(kernel, key)
         for constant, value in key.constexprs:
+            if constant == "WARPS":
+                # Layouts of any other number are refused, so that it makes no key of its own.
+                assert value == key.num_warps
+                continue
             if value is None:
                 continue
             constants = {**dict(key.constexprs), constant: _another(value)}
@@ -265,20 +321,35 @@ def _ir(kernel: Kernel, key: LaunchKey) -> str:
     return str(module)
 
 
-def test_what_is_compiled_covers_what_changes_code() -> None:
-    keys = [key for _, key in _shipped().values()]
-    assert {key.kernel for key in keys} == {kernel.name for kernel in KERNELS}
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_compiled_covers_what_changes_code(target: str) -> None:
+    keys = [key for _, key in _shipped(target).values()]
+    kernels = {kernel.name for kernel in KERNELS}
+    if not supports_wgmma(target):
+        kernels -= {name for name in kernels if name.endswith(("_stream_kernel", "_wgmma_kernel"))}
+    assert {key.kernel for key in keys} == kernels
     products = [key for key in keys if is_matrix(key)]
-    for name in ("gate_up_kernel", "down_kernel"):
+    tiles = geometry("glm-5.2", tensor_parallel=4).tiles
+    hoppers = {tile.rows for *_, tile in tiles.wgmma}
+    rows_of = {
+        "": {tile.rows for _, tile in tiles.sorted},
+        "_stream": {rows for rows in hoppers if rows <= 16},
+        "_wgmma": {rows for rows in hoppers if rows > 16},
+    }
+    for name in sorted({key.name for key in products}):
         found = [key for key in products if key.name == name]
         constants = [dict(key.constexprs) for key in found]
         arguments = [dict(key.arguments) for key in found]
-        tiles = geometry("glm-5.2", tensor_parallel=4).tiles
-        assert {each["BLOCK_M"] for each in constants} >= {tile.rows for _, tile in tiles.sorted}
+        kind = name.removeprefix("gate_up").removeprefix("down").removesuffix("_kernel")
+        assert {each["BLOCK_M"] for each in constants} >= rows_of[kind]
         assert {each["GROUP_SIZE"] for each in constants} >= {32, 64, 128}
-        for pointer in ("zero_points_ptr", "bias_ptr", "route_ids_ptr"):
-            assert {pointer in each for each in arguments} == {True, False}
+        # Only the kernels of larger tiles take sorted routes alone.
+        pointers = ("zero_points_ptr", "bias_ptr", *(["route_ids_ptr"] * (kind != "_wgmma")))
+        for pointer in pointers:
+            assert {pointer in each for each in arguments} == {True, False}, (name, pointer)
         # Of fp16 and bf16, and of FC2's input as of FC1's.
         inputs = {each.get("x_ptr", each.get("hidden_ptr")) for each in arguments}
         assert inputs == {"*fp16@16", "*bf16@16"}
+    elements = {dict(key.constexprs).get("ELEMENT") for key in products}
+    assert elements >= {"int4", "mxfp4", "nvfp4"}
     assert {"partials_ptr" in dict(key.arguments) for key in products} == {True, False}

@@ -16,15 +16,14 @@ from tests.moe.kernels import (
     Int4Stack,
     Placed,
     Routing,
-    at,
     launch,
     routings,
     run_down,
     run_on_nothing,
     run_place,
-    sparse_memory,
     stacks,
 )
+from tests.moe.sparse import at, sparse_memory
 
 pytestmark = pytest.mark.interpret
 

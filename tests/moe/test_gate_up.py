@@ -19,7 +19,6 @@ from tests.moe.kernels import (
     Routing,
     activation_bound,
     activation_constexprs,
-    at,
     launch,
     routings,
     run_activate,
@@ -27,9 +26,9 @@ from tests.moe.kernels import (
     run_on_nothing,
     run_partials,
     run_place,
-    sparse_memory,
     stacks,
 )
+from tests.moe.sparse import at, sparse_memory
 
 pytestmark = pytest.mark.interpret
 

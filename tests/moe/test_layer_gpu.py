@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from firesteel.device import device_target
 from firesteel.launch import Arena, plan, prewarm
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
+from firesteel.moe.plan import tile_of
 from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.settings import Settings
 from tests.moe.layers import Layer, random_layer
@@ -39,7 +41,9 @@ CASES = {
     "g64-asym-fp16-scales": replace(SMALL, **_stored(64, has_zero_points=True, scale="fp16")),
     "g128-asym-fp32-scales": replace(SMALL, **_stored(128, has_zero_points=True, scale="fp32")),
     "g256": replace(SMALL, intermediate_size=256, **_stored(256)),
-    "fp16": replace(SMALL, dtype="fp16"),
+    # With scales of another type Hopper's own kernels do not read it.
+    "fp16": replace(SMALL, dtype="fp16", **_stored(128, scale="fp16")),
+    "fp16-bf16-scales": replace(SMALL, dtype="fp16"),
     "no-wgmma": replace(SMALL, wgmma=False),
     "no-dependent-launch": replace(SMALL, pdl=False),
     "batch-invariant": replace(SMALL, batch_invariant=True),
@@ -74,11 +78,29 @@ CASES = {
     ),
     "top-10": replace(SMALL, num_experts=16, top_k=10),
 }
-SIZES = (0, 1, 2, 3, 17, 40, 200, 700)
+SIZES = (0, 1, 2, 3, 17, 40, 200)
+# The cases whose code for tiles of 128 rows, or for more than 4096 routes, is not that of another.
+MANY = {
+    **dict.fromkeys(("g128", "g32-asym", "ragged", "biased-swiglu", "relu2", "fp16"), 700),
+    **dict.fromkeys(("weight-on-input", "more-than-1024-experts", "top-10"), 700),
+    "expert-map": 1100,
+}
 
 
-def _ready_layer(layer: Layer, max_tokens: int = max(SIZES)) -> MoeLayer:
-    ready = prewarm(plan(layer.spec, max_tokens), settings=Settings(cache="off"))
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """One new cache: keys that cases share are compiled once, and none comes from before."""
+    return Settings(cache_dir=tmp_path_factory.mktemp("kernels"))
+
+
+def _here(spec: MoeSpec) -> MoeSpec:
+    """The layer with what this GPU may use, or less where the case says so."""
+    most = spec.for_target(device_target(torch.device("cuda", 0)))
+    return replace(spec, pdl=spec.pdl and most.pdl, wgmma=spec.wgmma and most.wgmma)
+
+
+def _ready_layer(layer: Layer, settings: Settings, max_tokens: int = max(SIZES)) -> MoeLayer:
+    ready = prewarm(plan(_here(layer.spec), max_tokens), settings=settings)
     arena = Arena.allocate(ready.plan.workspace.num_bytes + 4096, torch.device("cuda", 0))
     # NaN in every element of 16 or 32 bits; -1 as an id.
     arena.storage.fill_(0xFF)
@@ -123,10 +145,23 @@ def _check(layer: Layer, got: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layer_is_the_oracles(name: str) -> None:
-    layer = random_layer(CASES[name])
-    made = _ready_layer(layer)
-    for seed, num_tokens in enumerate(SIZES):
+def test_layer_is_the_oracles(name: str, settings: Settings) -> None:
+    _check_sizes(random_layer(CASES[name]), SIZES, settings)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_layer_of_many_tokens_is_the_oracles(name: str, settings: Settings) -> None:
+    spec, num_tokens = CASES[name], MANY[name]
+    routes = num_tokens * spec.top_k
+    has_large_tiles = not _here(spec).wgmma or tile_of(_here(spec), routes).rows == 128
+    assert has_large_tiles or routes > 4096
+    _check_sizes(random_layer(spec), (num_tokens,), settings)
+
+
+def _check_sizes(layer: Layer, sizes: tuple[int, ...], settings: Settings) -> None:
+    """Calls of such sizes are the oracle's, twice with the same bits, and write nowhere else."""
+    made = _ready_layer(layer, settings, max(sizes))
+    for seed, num_tokens in enumerate(sizes):
         for ids in (torch.int32, torch.int64):
             x, topk_ids, weights, out = _inputs(layer.spec, num_tokens, ids, seed)
             inside = _window(x, layer.spec, num_tokens), _window(out, layer.spec, num_tokens)
@@ -141,9 +176,9 @@ def test_layer_is_the_oracles(name: str) -> None:
     assert (end == 0xFF).all()
 
 
-def test_rows_do_not_depend_on_other_rows_within_a_range() -> None:
+def test_rows_do_not_depend_on_other_rows_within_a_range(settings: Settings) -> None:
     layer = random_layer(SMALL)
-    made = _ready_layer(layer)
+    made = _ready_layer(layer, settings)
     x, ids, weights, out = _inputs(SMALL, 200, torch.int32, 1)
     x, out = _window(x, SMALL, 200), _window(out, SMALL, 200)
     made.run(x, ids, weights, out)
@@ -153,9 +188,11 @@ def test_rows_do_not_depend_on_other_rows_within_a_range() -> None:
     assert torch.equal(moved, out[order])
 
 
-def test_a_batch_invariant_plan_gives_a_row_the_same_bits_at_every_count() -> None:
+def test_a_batch_invariant_plan_gives_a_row_the_same_bits_at_every_count(
+    settings: Settings,
+) -> None:
     spec = replace(SMALL, batch_invariant=True)
-    made = _ready_layer(random_layer(spec))
+    made = _ready_layer(random_layer(spec), settings)
     x, ids, weights, out = _inputs(spec, 200, torch.int32, 2)
     x, out = _window(x, spec, 200), _window(out, spec, 200)
     made.run(x, ids, weights, out)
@@ -165,10 +202,10 @@ def test_a_batch_invariant_plan_gives_a_row_the_same_bits_at_every_count() -> No
         assert torch.equal(part, out[:num_tokens])
 
 
-def test_unaligned_ids_and_weights_are_taken() -> None:
+def test_unaligned_ids_and_weights_are_taken(settings: Settings) -> None:
     spec = replace(SMALL, num_experts=8, top_k=3)
     layer = random_layer(spec)
-    made = _ready_layer(layer)
+    made = _ready_layer(layer, settings)
     x, ids, weights, out = _inputs(spec, 41, torch.int64, 3)
     x, out = _window(x, spec, 41), _window(out, spec, 41)
     assert ids[1:].data_ptr() % 16
@@ -178,10 +215,10 @@ def test_unaligned_ids_and_weights_are_taken() -> None:
     _check(layer, target, x[1:], ids[1:], weights[1:])
 
 
-def test_rows_past_two_to_the_31_elements() -> None:
+def test_rows_past_two_to_the_31_elements(settings: Settings) -> None:
     """By stride: 3 rows of x and out, 2**30 elements apart (2 GiB each of bf16)."""
     layer = random_layer(SMALL)
-    made = _ready_layer(layer)
+    made = _ready_layer(layer, settings)
     far = 1 << 30
     storage = torch.empty(2 * far + 256, dtype=torch.bfloat16, device="cuda")
     x = storage.as_strided((3, 256), (far, 1))
@@ -193,10 +230,10 @@ def test_rows_past_two_to_the_31_elements() -> None:
     _check(layer, out, x, ids, weights)
 
 
-def test_weights_past_two_to_the_31_bytes() -> None:
+def test_weights_past_two_to_the_31_bytes(settings: Settings) -> None:
     """The last expert of a stack of more than 2**31 words, which an int32 offset cannot reach."""
     spec = MoeSpec(hidden_size=4096, intermediate_size=2048, num_experts=600, top_k=2)
-    ready = prewarm(plan(spec, 8), settings=Settings(cache="off"))
+    ready = prewarm(plan(_here(spec), 8), settings=settings)
     tensors = {
         operand.name: torch.zeros(
             operand.shape_for(0),

@@ -4,7 +4,7 @@ import pytest
 
 from firesteel.launch import LaunchKey
 from tests.moe.compile_budget import budget_text, limits, usage_text
-from tests.moe.sass import main_loop, parse, weigh, without_stores
+from tests.moe.sass import main_loop, parse, waits_of, weigh, without_stores
 
 # 2048 bytes of 128 threads: half the codes of 64 rows and 128 columns.
 LOAD = "LDGSTS.E.BYPASS.128 [R0+0x800], desc[UR14][R4.64], !P0"
@@ -150,6 +150,32 @@ def test_products_that_warps_repeat_count_once():
     joint = key("m.gate_up_kernel", num_warps=8, ACTIVATION="silu", JOINT=True)
     both = sass(*BLOCK, *BLOCK, "@P0 BRA {0}", *END)
     assert weigh(both, parted).blocks == weigh(text, joint).blocks == 1
+
+
+def test_of_tiles_of_several_sizes_the_full_one_counts():
+    """64 rows, 128 columns and 64 routes are eight products of 64 x 64 x 16 of a warpgroup."""
+    small, full = ["HGMMA.64x32x16.F32.BF16 R24"] * 8, ["HGMMA.64x64x16.F32.BF16 R24"] * 8
+    text = sass(LOAD, LOAD, *small, "@P0 BRA {0}", LOAD, LOAD, OTHER, *full, "@P0 BRA {11}", *END)
+    down = key("m.down_wgmma_kernel", BLOCK_M=64)
+    assert weigh(text, down).instructions == 12
+    assert weigh(text, down).instructions_a_weight == 12 * 128 / (64 * 128)
+    with pytest.raises(ValueError, match="products: got"):
+        weigh(text, key("m.down_wgmma_kernel", BLOCK_M=128))
+
+
+def test_gluon_has_gate_and_up_rows_in_one_operand():
+    """128 rows and 8 routes: of eight warps each has 16 rows, and none repeats."""
+    text = sass(*BLOCK, "@P0 BRA {0}", *END)
+    made = key("m.gate_up_stream_kernel", num_warps=8, ACTIVATION="silu")
+    assert weigh(text, made).blocks == 1
+    made = key("m.gate_up_stream_kernel", num_warps=8, ACTIVATION="relu2")
+    assert weigh(text, made).blocks == 1
+
+
+def test_waits_for_products_are_counted():
+    product, wait = "HGMMA.64x64x16.F32.BF16 R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+    text = sass("WARPGROUP.ARRIVE", product, product, wait, MULTIPLY, "DEPBAR.LE SB0, 0x1", product)
+    assert waits_of(parse(text)) == (1, 3)
 
 
 def test_fewer_codes_than_products_are_refused():

@@ -33,6 +33,7 @@ def test_over_the_limit_is_one_message(source, message):
         make_function(80),
         make_function(150, "@triton.jit(do_not_specialize=['n'])"),
         make_function(2, "@triton.jit", "a, b, c, d, e, f, g, h"),
+        make_function(150, "@gluon.jit", "a, b, c, d, e, f, g, h"),
         make_function(2, parameters="a, b, c, d, e, f, *, g, h"),
         "x = 1\n" * 500,
         "class Box:\n    def work(self, a, b, c, d, e, f): pass\n",
