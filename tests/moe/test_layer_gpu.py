@@ -83,6 +83,7 @@ SIZES = (0, 1, 2, 3, 17, 40, 200)
 MANY = {
     **dict.fromkeys(("g128", "g32-asym", "ragged", "biased-swiglu", "relu2", "fp16"), 700),
     **dict.fromkeys(("weight-on-input", "more-than-1024-experts", "top-10"), 700),
+    **dict.fromkeys(("mxfp4-ragged", "mxfp4-fp16", "nvfp4", "nvfp4-ragged"), 700),
     "expert-map": 1100,
 }
 

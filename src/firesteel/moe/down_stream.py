@@ -25,6 +25,7 @@ def down_stream_kernel(
     codes_ptr,
     scales_ptr,
     zero_points_ptr,
+    global_scale_ptr,
     bias_ptr,
     topk_ids_ptr,
     expert_map_ptr,
@@ -39,7 +40,9 @@ def down_stream_kernel(
     N: gl.constexpr,
     E: gl.constexpr,
     NUM_GLOBAL: gl.constexpr,
+    ELEMENT: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    DIVIDES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPAN: gl.constexpr,
@@ -67,8 +70,6 @@ def down_stream_kernel(
     )  # fmt: skip
     if num_rows <= 0:
         return
-    if bias_ptr is not None:
-        bias_ptr += expert * K
     x_l: gl.constexpr = x_layout(WARPS)
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_l))
     n = gl.arange(0, 128, layout=gl.SliceLayout(0, x_l))
@@ -92,7 +93,10 @@ def down_stream_kernel(
     for span in range(gl.minimum(SPAN, (K - column + BLOCK_N - 1) // BLOCK_N)):
         acc = stream_products(
             shared, source, span * NUM_BLOCKS, (span + 1) * NUM_BLOCKS, last,
-            N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, STAGES, WARPS,
+            N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, STAGES, WARPS, ELEMENT,
         )  # fmt: skip
-        add_and_store(acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, 0, K, WARPS)
+        add_and_store(
+            acc, global_scale_ptr, bias_ptr, route_ids_ptr, y_ptr, expert, first, num_rows,
+            column, 0, K, ELEMENT, DIVIDES, WARPS,
+        )  # fmt: skip
         column += BLOCK_N

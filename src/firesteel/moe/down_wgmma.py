@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.pipeline import copy_layout, row_layout, store_rows, words_of_rows
+from firesteel.moe.tile import fp4_unit
 from firesteel.moe.wgmma import products, start
 
 __all__ = ["down_wgmma_kernel"]
@@ -17,22 +18,27 @@ __all__ = ["down_wgmma_kernel"]
 
 @gluon.jit
 def add_and_store(
-    acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, START: gl.constexpr,
-    K: gl.constexpr, WARPS: gl.constexpr,
+    acc, global_scale_ptr, bias_ptr, route_ids_ptr, y_ptr, expert, first, num_rows, column,
+    START: gl.constexpr, K: gl.constexpr, ELEMENT: gl.constexpr, DIVIDES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Rows of y from products `[rows of w2, routes]` of routes START.. of a tile."""
+    dtype: gl.constexpr = y_ptr.dtype.element_ty
+    if ELEMENT != "int4":
+        acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
     if bias_ptr is not None:
+        bias_ptr += expert * K
         k = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(bias_ptr + k, mask=k < K, other=0.0).to(gl.float32)[:, None]
-    y = acc.to(y_ptr.dtype.element_ty)
-    store_rows(y, y_ptr, route_ids_ptr, first, num_rows, column, START, K, WARPS)
+    store_rows(acc.to(dtype), y_ptr, route_ids_ptr, first, num_rows, column, START, K, WARPS)
 
 
 @gluon.jit
 def down_tile(
-    hidden_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, route_ids_ptr, y_ptr,
-    first, num_rows,
-    K: gl.constexpr, N: gl.constexpr, GROUP_SIZE: gl.constexpr, ROUTES: gl.constexpr,
+    hidden_ptr, codes_ptr, scales_ptr, zero_points_ptr, global_scale_ptr, bias_ptr,
+    route_ids_ptr, y_ptr, expert, first, num_rows,
+    K: gl.constexpr, N: gl.constexpr, ELEMENT: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    DIVIDES: gl.constexpr, ROUTES: gl.constexpr,
     REST: gl.constexpr, BLOCK_N: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -57,18 +63,33 @@ def down_tile(
         zeros_ptrs, scale_row,
     )  # fmt: skip
     shared, now, a0 = start(
-        source, N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, ROUTES, STAGES, WARPS
+        source,
+        N,
+        K,
+        1,
+        GROUP_SIZE,
+        BLOCK_N,
+        SPAN,
+        BLOCK_M,
+        ROUTES,
+        STAGES,
+        WARPS,
+        ELEMENT,
     )
     for span in range(gl.minimum(SPAN, (K - column + BLOCK_N - 1) // BLOCK_N)):
         acc, rest, now, a0 = products(
             shared, source, now, a0, span * NUM_BLOCKS,
-            N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, ROUTES, REST, STAGES, WARPS,
+            N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, ROUTES, REST, STAGES, WARPS, ELEMENT,
         )  # fmt: skip
-        add_and_store(acc, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, 0, K, WARPS)
+        add_and_store(
+            acc, global_scale_ptr, bias_ptr, route_ids_ptr, y_ptr, expert, first, num_rows,
+            column, 0, K, ELEMENT, DIVIDES, WARPS,
+        )  # fmt: skip
         if REST > 0:
             add_and_store(
-                rest, bias_ptr, route_ids_ptr, y_ptr, first, num_rows, column, ROUTES, K, WARPS
-            )
+                rest, global_scale_ptr, bias_ptr, route_ids_ptr, y_ptr, expert, first, num_rows,
+                column, ROUTES, K, ELEMENT, DIVIDES, WARPS,
+            )  # fmt: skip
         column += BLOCK_N
 
 
@@ -78,6 +99,7 @@ def down_wgmma_kernel(
     codes_ptr,
     scales_ptr,
     zero_points_ptr,
+    global_scale_ptr,
     bias_ptr,
     route_ids_ptr,
     expert_offsets_ptr,
@@ -87,7 +109,9 @@ def down_wgmma_kernel(
     y_ptr,
     K: gl.constexpr,
     N: gl.constexpr,
+    ELEMENT: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    DIVIDES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPAN: gl.constexpr,
@@ -101,8 +125,9 @@ def down_wgmma_kernel(
     multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
 
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
-    Numerics  weights dequantised to hidden's dtype, rounded once; fp32 sums in order of columns;
-              one rounding to hidden's dtype. A row's bits do not depend on others.
+    Numerics  int4 weights dequantised to hidden's dtype, rounded once, FP4 as down_kernel's; fp32
+              sums in order of columns; one rounding to hidden's dtype. A row's bits do not depend
+              on others.
     Oracle    down_reference
     """
     if PDL:
@@ -122,13 +147,11 @@ def down_wgmma_kernel(
     scales_ptr += expert * (NUM_GROUPS * K)
     if zero_points_ptr is not None:
         zero_points_ptr += expert * (NUM_GROUPS * K)
-    if bias_ptr is not None:
-        bias_ptr += expert * K
     for size in gl.static_range(BLOCK_M // 32):
         if (num_rows > 32 * size) & (num_rows <= 32 * size + 32):
             ROUTES: gl.constexpr = 32 if size == 0 else 128 if size == 3 else 64
             down_tile(
-                hidden_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, route_ids_ptr,
-                y_ptr, first, num_rows, K, N, GROUP_SIZE, ROUTES, 32 if size == 2 else 0,
-                BLOCK_N, SPAN, STAGES, WARPS,
+                hidden_ptr, codes_ptr, scales_ptr, zero_points_ptr, global_scale_ptr, bias_ptr,
+                route_ids_ptr, y_ptr, expert, first, num_rows, K, N, ELEMENT, GROUP_SIZE, DIVIDES,
+                ROUTES, 32 if size == 2 else 0, BLOCK_N, SPAN, STAGES, WARPS,
             )  # fmt: skip

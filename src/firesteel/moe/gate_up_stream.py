@@ -13,17 +13,27 @@ from triton.language.extra.cuda import gdc_wait
 from firesteel.moe.gate_up_wgmma import act_and_store
 from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
 from firesteel.moe.stream import begin, stream_products, x_layout
-from firesteel.moe.tile import find_tile
+from firesteel.moe.tile import find_tile, fp4_unit
 
 __all__ = ["gate_up_stream_kernel"]
 
 
 @gluon.jit
-def store_sums(acc, partials_ptr, first, num_rows, N: gl.constexpr, PARTS: gl.constexpr):
-    """Sums of a span as they are, at their places in partials `[R, PARTS * N]`."""
+def store_sums(
+    acc, global_scale_ptr, partials_ptr, x_ptr, expert, first, num_rows,
+    N: gl.constexpr, PARTS: gl.constexpr, ELEMENT: gl.constexpr, DIVIDES: gl.constexpr,
+):  # fmt: skip
+    """Sums of a span, before the activation, at their places in partials `[R, PARTS * N]`."""
     ROWS: gl.constexpr = acc.shape[0]
     q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     m = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    if ELEMENT != "int4":
+        dtype: gl.constexpr = x_ptr.dtype.element_ty
+        unit = fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
+        other = unit
+        if PARTS == 2:
+            other = fp4_unit(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
+        acc *= gl.where(q // 8 % PARTS == 0, unit, other)[:, None]
     n = gl.program_id(0) * (ROWS // PARTS) + q // (8 * PARTS) * 8 + q % 8
     places = (first + m).to(gl.int64)[None, :] * (PARTS * N) + (q // 8 % PARTS * N + n)[:, None]
     gl.store(partials_ptr + places, acc, mask=(m < num_rows)[None, :] & (n < N)[:, None])
@@ -38,6 +48,7 @@ def gate_up_stream_kernel(
     codes_ptr,
     scales_ptr,
     zero_points_ptr,
+    global_scale_ptr,
     bias_ptr,
     topk_ids_ptr,
     expert_map_ptr,
@@ -56,7 +67,9 @@ def gate_up_stream_kernel(
     E: gl.constexpr,
     NUM_GLOBAL: gl.constexpr,
     TOP_K: gl.constexpr,
+    ELEMENT: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    DIVIDES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -123,16 +136,18 @@ def gate_up_stream_kernel(
     shared = begin(source, start, end, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, STAGES)
     acc = stream_products(
         shared, source, start, end, end,
-        K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, STAGES, WARPS,
+        K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, STAGES, WARPS, ELEMENT,
     )  # fmt: skip
     if partials_ptr is not None:
-        store_sums(acc, partials_ptr, span * R + first, num_rows, N, PARTS)
+        store_sums(
+            acc, global_scale_ptr, partials_ptr, x_ptr, expert, span * R + first, num_rows,
+             N, PARTS, ELEMENT, DIVIDES,
+        )  # fmt: skip
     else:
         # What is stored next may lie where the last copies, which are empty, go.
         async_copy.wait_group(0)
-        if bias_ptr is not None:
-            bias_ptr += expert * (PARTS * N)
         act_and_store(
-            acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, 0,
-            N, PARTS, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N, WARPS,
+            acc, global_scale_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, expert,
+            first, num_rows, 0, N, PARTS, ELEMENT, DIVIDES, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N,
+            WARPS,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
+from firesteel.moe.gate_up import in_units
 from firesteel.moe.pipeline import copy_layout, row_layout, store_rows, words_of_rows
 from firesteel.moe.tile import activate
 from firesteel.moe.wgmma import products, start
@@ -19,8 +20,9 @@ __all__ = ["gate_up_wgmma_kernel"]
 
 @gluon.jit
 def act_and_store(
-    acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows,
-    START: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, ACTIVATION: gl.constexpr,
+    acc, global_scale_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, expert, first,
+    num_rows, START: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, ELEMENT: gl.constexpr,
+    DIVIDES: gl.constexpr, ACTIVATION: gl.constexpr,
     LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -33,6 +35,8 @@ def act_and_store(
         gate, up = gl.split(gl.permute(parts, (0, 2, 3, 1)))
         gate = gl.reshape(gate, [BLOCK_N, ROUTES])
         up = gl.reshape(up, [BLOCK_N, ROUTES])
+    dtype: gl.constexpr = hidden_ptr.dtype.element_ty
+    gate, up = in_units(gate, up, global_scale_ptr, expert, dtype, PARTS, ELEMENT, DIVIDES)
     if topk_weights_ptr is not None:
         m = START + gl.arange(0, ROUTES, layout=gl.SliceLayout(0, gate.type.layout))
         routes = first + m
@@ -43,19 +47,21 @@ def act_and_store(
         up = up * weight[None, :]
     column = gl.program_id(0) * BLOCK_N
     if bias_ptr is not None:
+        bias_ptr += expert * (PARTS * N)
         n = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gate.type.layout))
         gate += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
         if PARTS == 2:
             up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    acted = activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA).to(hidden_ptr.dtype.element_ty)
+    acted = activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA).to(dtype)
     store_rows(acted, hidden_ptr, None, first, num_rows, column, START, N, WARPS)
 
 
 @gluon.jit
 def gate_up_tile(
-    x_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr,
-    hidden_ptr, stride_x, first, num_rows,
-    K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, zero_points_ptr, global_scale_ptr, bias_ptr, topk_weights_ptr,
+    route_ids_ptr, hidden_ptr, stride_x, expert, first, num_rows,
+    K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr, ELEMENT: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, DIVIDES: gl.constexpr,
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr,
     ROUTES: gl.constexpr, REST: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr,
@@ -90,22 +96,24 @@ def gate_up_tile(
         x_ptrs, is_row[:, None], k, words_ptrs, word_row, scales_ptrs, zeros_ptrs, column + row,
     )  # fmt: skip
     shared, now, a0 = start(
-        source, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, ROUTES, STAGES, WARPS
+        source, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, ROUTES, STAGES, WARPS, ELEMENT
     )
     acc, rest, now, a0 = products(
         shared, source, now, a0, 0,
-        K, N, PARTS, GROUP_SIZE, ROWS, 1, ROUTES, REST, STAGES, WARPS,
+        K, N, PARTS, GROUP_SIZE, ROWS, 1, ROUTES, REST, STAGES, WARPS, ELEMENT,
     )  # fmt: skip
     # What is stored next may lie where the last copies, which are empty, go.
     async_copy.wait_group(0)
     act_and_store(
-        acc, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, 0,
-        N, PARTS, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N, WARPS,
+        acc, global_scale_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, expert,
+        first, num_rows, 0, N, PARTS, ELEMENT, DIVIDES, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N,
+        WARPS,
     )  # fmt: skip
     if REST > 0:
         act_and_store(
-            rest, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, first, num_rows, ROUTES,
-            N, PARTS, ACTIVATION, LIMIT, ALPHA, BETA, BLOCK_N, WARPS,
+            rest, global_scale_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, expert,
+            first, num_rows, ROUTES, N, PARTS, ELEMENT, DIVIDES, ACTIVATION, LIMIT, ALPHA, BETA,
+            BLOCK_N, WARPS,
         )  # fmt: skip
 
 
@@ -118,6 +126,7 @@ def gate_up_wgmma_kernel(
     codes_ptr,
     scales_ptr,
     zero_points_ptr,
+    global_scale_ptr,
     bias_ptr,
     topk_weights_ptr,
     route_ids_ptr,
@@ -130,7 +139,9 @@ def gate_up_wgmma_kernel(
     K: gl.constexpr,
     N: gl.constexpr,
     TOP_K: gl.constexpr,
+    ELEMENT: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    DIVIDES: gl.constexpr,
     ACTIVATION: gl.constexpr,
     LIMIT: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -147,8 +158,9 @@ def gate_up_wgmma_kernel(
     multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
 
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
-    Numerics  weights dequantised to x's dtype, rounded once; fp32 sums in order of columns;
-              activation in fp32; one rounding to x's dtype. A row's bits do not depend on others.
+    Numerics  int4 weights dequantised to x's dtype, rounded once, FP4 as gate_up_kernel's; fp32
+              sums in order of columns; activation in fp32; one rounding to x's dtype. A row's bits
+              do not depend on others.
     Oracle    gate_up_reference
     """
     if PDL:
@@ -170,14 +182,12 @@ def gate_up_wgmma_kernel(
     scales_ptr += expert * (NUM_GROUPS * PARTS * N)
     if zero_points_ptr is not None:
         zero_points_ptr += expert * (NUM_GROUPS * PARTS * N)
-    if bias_ptr is not None:
-        bias_ptr += expert * (PARTS * N)
     for size in gl.static_range(BLOCK_M // 32):
         if (num_rows > 32 * size) & (num_rows <= 32 * size + 32):
             ROUTES: gl.constexpr = 32 if size == 0 else 128 if size == 3 else 64
             gate_up_tile(
-                x_ptr, codes_ptr, scales_ptr, zero_points_ptr, bias_ptr, topk_weights_ptr,
-                route_ids_ptr, hidden_ptr, stride_x * UNIT, first, num_rows,
-                K, N, TOP_K, GROUP_SIZE, ACTIVATION, LIMIT, ALPHA, BETA,
+                x_ptr, codes_ptr, scales_ptr, zero_points_ptr, global_scale_ptr, bias_ptr,
+                topk_weights_ptr, route_ids_ptr, hidden_ptr, stride_x * UNIT, expert, first,
+                num_rows, K, N, TOP_K, ELEMENT, GROUP_SIZE, DIVIDES, ACTIVATION, LIMIT, ALPHA, BETA,
                 ROUTES, 32 if size == 2 else 0, BLOCK_N, STAGES, WARPS,
             )  # fmt: skip

@@ -14,6 +14,7 @@ __all__ = [
     "codes_of_plane",
     "copy_block",
     "copy_layout",
+    "fp4_of_plane",
     "row_layout",
     "store_rows",
     "words_of_rows",
@@ -42,6 +43,23 @@ def plane_asm(dtype, PLANE):
     return f"{{ {shift} lop3.b32 $0, t, 0x000f000f, {magic}, 0xea; }}"
 
 
+@gluon.constexpr_function
+def e2m1_asm(dtype, PLANE):
+    """PTX that takes the E2M1 numbers of a plane of two words, as `firesteel.moe.tile` does."""
+    # By plane: how far the sign is below bit 15, and the other bits below where dtype has them.
+    sign = (0, 3, 1, 2)[PLANE]
+    low = (6 if dtype == gl.bfloat16 else 9) - (6, 3, 0, 9)[PLANE]
+    mask = "0x01c001c0" if dtype == gl.bfloat16 else "0x0e000e00"
+    if sign == low:
+        both = "0x81c081c0" if dtype == gl.bfloat16 else "0x8e008e00"
+        return f"{{ .reg .b32 t; shl.b32 t, $1, {sign}; and.b32 $0, t, {both}; }}"
+    shift = f"shl.b32 t, $1, {low};" if low >= 0 else f"shr.u32 t, $1, {-low};"
+    return (
+        f"{{ .reg .b32 t, u; {shift} and.b32 t, t, {mask}; shl.b32 u, $1, {sign}; "
+        "lop3.b32 $0, u, 0x80008000, t, 0xea; }"
+    )
+
+
 @gluon.jit
 def codes_of_plane(words, zero, like, PLANE: gl.constexpr):
     """Codes of a plane less their zero points, exactly, in the type of `like`.
@@ -60,6 +78,24 @@ def codes_of_plane(words, zero, like, PLANE: gl.constexpr):
     else:
         numbers -= (zero[0].to(gl.float32) + BASE).to(dtype)[:, None]
     return numbers
+
+
+@gluon.jit
+def fp4_of_plane(words, scales, like, PLANE: gl.constexpr):
+    """FP4 weights of a plane, exactly, but for what `fp4_unit` has; scales are `fp4_scales`.
+
+    Of groups of 16 columns a plane has two.
+    """
+    asm: gl.constexpr = e2m1_asm(like.dtype, PLANE)
+    numbers = gl.inline_asm_elementwise(
+        asm, "=r,r", [words], dtype=like.dtype, is_pure=True, pack=2
+    )
+    if len(scales) == 4:
+        scale = scales[PLANE][:, None]
+    else:
+        column = gl.arange(0, 32, layout=gl.SliceLayout(0, words.type.layout))[None, :]
+        scale = gl.where(column < 16, scales[2 * PLANE][:, None], scales[2 * PLANE + 1][:, None])
+    return numbers * scale
 
 
 @gluon.jit

@@ -81,9 +81,9 @@ def _direct_tile(spec: MoeSpec, num_routes: int) -> Tile:
 
 
 def has_wgmma(spec: MoeSpec) -> bool:
-    """Whether Hopper's own kernels read such weights: int4 with scales of the layer's type."""
+    """Whether Hopper's own kernels read such weights: FP4, or scales of the layer's type."""
     stored = (spec.w13, spec.w2)
-    return spec.wgmma and all(s.element == "int4" and s.scale == spec.dtype for s in stored)
+    return spec.wgmma and all(s.element != "int4" or s.scale == spec.dtype for s in stored)
 
 
 def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:

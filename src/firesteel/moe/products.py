@@ -84,7 +84,7 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
     stored = replace(spec.w13, has_bias=spec.w13.has_bias and not is_split)
     types: dict[str, str | None] = {
         "x_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, stored, tile),
+        **_weight_types(spec, stored),
         **_tile_types(spec, ids),
         "topk_weights_ptr": "*fp32" if weighs else None,
         "hidden_ptr": None if is_split else f"*{spec.dtype}",
@@ -94,7 +94,7 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
     }
     columns, warps, stages = tile.gate_up
     constexprs = {
-        **_sizes(spec, spec.w13, ids, tile),
+        **_sizes(spec, spec.w13, ids),
         "TOP_K": spec.top_k,
         **(_ungated(spec) if is_split else _activation(spec)),
         "BLOCK_M": tile.rows,
@@ -163,14 +163,14 @@ def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) ->
         return _down_wgmma(spec, tile, tiles)
     types: dict[str, str | None] = {
         "hidden_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, spec.w2, tile),
+        **_weight_types(spec, spec.w2),
         **_tile_types(spec, ids),
         "y_ptr": f"*{spec.dtype}",
         "R": "i64",
     }
     rows, span, warps, stages = tile.down
     constexprs = {
-        **_sizes(spec, spec.w2, ids, tile),
+        **_sizes(spec, spec.w2, ids),
         "BLOCK_M": tile.rows,
         "BLOCK_N": rows,
         "SPAN": span,
@@ -195,7 +195,7 @@ def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
     columns, warps, stages = tile.gate_up
     types: dict[str, str | None] = {
         "x_ptr": f"*{spec.dtype}",
-        **_int4_types(spec, spec.w13),
+        **_weight_types(spec, spec.w13),
         "topk_weights_ptr": "*fp32" if spec.weight_on_input else None,
         **{f"{name}_ptr": "*i32" for name in TABLES},
         "hidden_ptr": f"*{spec.dtype}",
@@ -205,7 +205,9 @@ def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
         "K": spec.hidden_size,
         "N": spec.intermediate_size,
         "TOP_K": spec.top_k,
+        "ELEMENT": spec.w13.element,
         "GROUP_SIZE": spec.w13.group_size,
+        "DIVIDES": _divides(spec.w13),
         **_activation(spec),
         "BLOCK_M": tile.rows,
         "BLOCK_N": columns,
@@ -232,14 +234,16 @@ def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
     rows, span, warps, stages = tile.down
     types: dict[str, str | None] = {
         "hidden_ptr": f"*{spec.dtype}",
-        **_int4_types(spec, spec.w2),
+        **_weight_types(spec, spec.w2),
         **{f"{name}_ptr": "*i32" for name in TABLES},
         "y_ptr": f"*{spec.dtype}",
     }
     constexprs = {
         "K": spec.hidden_size,
         "N": spec.intermediate_size,
+        "ELEMENT": spec.w2.element,
         "GROUP_SIZE": spec.w2.group_size,
+        "DIVIDES": _divides(spec.w2),
         "BLOCK_M": tile.rows,
         "BLOCK_N": rows,
         "SPAN": span,
@@ -258,21 +262,22 @@ def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
     return kernel.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
 
 
-def _sizes(
-    spec: MoeSpec, stored: StoredWeights, ids: str | None, tile: Tile
-) -> dict[str, Constexpr]:
+def _sizes(spec: MoeSpec, stored: StoredWeights, ids: str | None) -> dict[str, Constexpr]:
     """Sizes that a matrix kernel reads; the number of experts only where it reads ids."""
-    divides = None if stored.global_scale == "none" else stored.global_scale == "divisor"
     return {
         "K": spec.hidden_size,
         "N": spec.intermediate_size,
         "E": spec.num_experts if ids else None,
         "NUM_GLOBAL": spec.num_global_experts if ids else None,
+        "ELEMENT": stored.element,
         "GROUP_SIZE": stored.group_size,
-        # Hopper's own are for int4.
-        **({} if tile.is_wgmma else {"ELEMENT": stored.element, "DIVIDES": divides}),
+        "DIVIDES": _divides(stored),
         "PDL": spec.pdl,
     }
+
+
+def _divides(stored: StoredWeights) -> bool | None:
+    return None if stored.global_scale == "none" else stored.global_scale == "divisor"
 
 
 def _activation(spec: MoeSpec) -> dict[str, Constexpr]:
@@ -317,19 +322,12 @@ def _tile(spec: MoeSpec, ids: str | None) -> dict[str, Argument]:
     return {"topk_ids_ptr": "topk_ids", **map_argument(spec)}
 
 
-def _weight_types(spec: MoeSpec, stored: StoredWeights, tile: Tile) -> dict[str, str | None]:
-    types = _int4_types(spec, stored)
-    if not tile.is_wgmma:
-        types["global_scale_ptr"] = None if stored.global_scale == "none" else "*fp32"
-    return types
-
-
-def _int4_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
-    """What int4 weights have."""
+def _weight_types(spec: MoeSpec, stored: StoredWeights) -> dict[str, str | None]:
     return {
         "codes_ptr": "*i16",
         "scales_ptr": f"*{stored.operand_scale}",
         "zero_points_ptr": "*u8" if stored.has_zero_points else None,
+        "global_scale_ptr": None if stored.global_scale == "none" else "*fp32",
         "bias_ptr": f"*{spec.dtype}" if stored.has_bias else None,
     }
 

@@ -2,19 +2,21 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005
 """The loop that FC1 and FC2 share in Gluon where experts have few rows.
 
 A program multiplies row blocks of W by 8 or 16 routes with `mma.sync`, W on the left. Codes, scales
 and x all come by `cp.async`, blocks of 128 columns STAGES - 1 ahead, so that nothing in the loop
-waits for memory but for the block itself. Products of a group are summed, then scaled in fp32.
+waits for memory but for the block itself. Of int4, products of a group are summed, then scaled in
+fp32.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block
+from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block, fp4_of_plane
+from firesteel.moe.tile import fp4_scales
 
 __all__ = ["begin", "stream_products", "x_layout"]
 
@@ -57,11 +59,39 @@ def begin(
 
 
 @gluon.jit
-def add_plane(part, words, zero, x, PLANE: gl.constexpr, WARPS: gl.constexpr):
-    """part + the product of a plane of words with its 32 columns of x `[128, routes]`."""
+def add_plane(part, numbers, x, PLANE: gl.constexpr, WARPS: gl.constexpr):
+    """part + the product of the numbers of a plane with its 32 columns of x `[128, routes]`."""
     x_l: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=sum_layout(WARPS), k_width=2)
-    numbers = codes_of_plane(words, zero, x, PLANE)
     return mma_v2(numbers, x.slice(32 * PLANE, 32).load(x_l), part)
+
+
+@gluon.jit
+def add_int4_block(acc, words, scales, zeros, x, slot, WARPS: gl.constexpr):
+    """acc + the product of a block of int4: of each group a sum, which its scales multiply."""
+    GROUPS: gl.constexpr = len(scales)
+    for span in gl.static_range(GROUPS):
+        scale = scales[span].index(slot).load(gl.SliceLayout(1, acc.type.layout)).to(gl.float32)
+        zero = ()
+        if len(zeros) > 0:
+            zero = (zeros[span].index(slot).load(gl.SliceLayout(1, words.type.layout)),)
+        part = gl.zeros(acc.shape, gl.float32, layout=acc.type.layout)
+        for step in gl.static_range(4 // GROUPS):
+            numbers = codes_of_plane(words, zero, x, span * (4 // GROUPS) + step)
+            part = add_plane(part, numbers, x, span * (4 // GROUPS) + step, WARPS)
+        acc += part * scale[:, None]
+    return acc
+
+
+@gluon.jit
+def add_fp4_block(acc, words, scales, x, slot, ELEMENT: gl.constexpr, WARPS: gl.constexpr):
+    """acc + the product of a block of FP4, each weight scaled by itself, exactly."""
+    rows = ()
+    for span in gl.static_range(len(scales)):
+        bits = scales[span].index(slot).load(gl.SliceLayout(1, words.type.layout))
+        rows = rows + (fp4_scales(bits, x.dtype, ELEMENT),)
+    for plane in gl.static_range(4):
+        acc = add_plane(acc, fp4_of_plane(words, rows, x, plane), x, plane, WARPS)
+    return acc
 
 
 @gluon.jit
@@ -69,11 +99,10 @@ def stream_products(
     shared, source, first, end, last,
     K: gl.constexpr, HEIGHT: gl.constexpr, PARTS: gl.constexpr, GROUP_SIZE: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """W x^T of turns first..end, `[ROWS, BLOCK_M]` fp32; copies run on towards turn `last`."""
     xs, words, scales, zeros = shared
-    GROUPS: gl.constexpr = len(scales)
     sum_l: gl.constexpr = sum_layout(WARPS)
     words_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_l, k_width=2)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=sum_l)
@@ -86,13 +115,8 @@ def stream_products(
         )  # fmt: skip
         block = words[0].index(slot).load(words_l)
         x = xs[0].index(slot).permute((1, 0))
-        for span in gl.static_range(GROUPS):
-            scale = scales[span].index(slot).load(gl.SliceLayout(1, sum_l)).to(gl.float32)
-            zero = ()
-            if len(zeros) > 0:
-                zero = (zeros[span].index(slot).load(gl.SliceLayout(1, words_l)),)
-            part = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=sum_l)
-            for step in gl.static_range(4 // GROUPS):
-                part = add_plane(part, block, zero, x, span * (4 // GROUPS) + step, WARPS)
-            acc += part * scale[:, None]
+        if ELEMENT == "int4":
+            acc = add_int4_block(acc, block, scales, zeros, x, slot, WARPS)
+        else:
+            acc = add_fp4_block(acc, block, scales, x, slot, ELEMENT, WARPS)
     return acc

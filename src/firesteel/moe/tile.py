@@ -293,7 +293,7 @@ def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
         # Moved so, with the sign on top, an E4M3 number is a bf16 2**-120 times itself.
         wide = (bits.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -0x7810
         # 2**214 is no bf16.
-        half = tl.full((), 2.0**107, dtype)
+        half: tl.constexpr = 2.0**107
         scales = wide.to(dtype, bitcast=True) * half * half
     else:
         wide = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
@@ -312,7 +312,7 @@ def fp4_unit(
     Both are one factor, which is infinite for a matrix-wide scale of 2**96 and more.
     """
     UNIT: tl.constexpr = 2.0**32 if dtype != tl.float16 else 1.0 if ELEMENT == "mxfp4" else 256.0
-    unit = tl.full((), UNIT, tl.float32)
+    unit = tl.cast(UNIT, tl.float32)
     if global_scale_ptr is not None:
         scale = tl.load(global_scale_ptr + matrix)
         unit = tl.div_rn(unit, scale) if DIVIDES else unit * scale

@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block
+from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block, fp4_of_plane
+from firesteel.moe.tile import fp4_scales
 
 __all__ = ["products", "start"]
 
@@ -43,28 +44,36 @@ def operand_layout(ROUTES, WARPS):
 
 
 @gluon.jit
-def load_block(shared, slot, ROUTES: gl.constexpr, WARPS: gl.constexpr):
+def load_block(
+    shared, slot, ELEMENT: gl.constexpr, ROUTES: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
     """Words of a block, and scales and zero points of its groups, from its buffers."""
-    _, words, scales, zeros = shared
+    xs, words, scales, zeros = shared
     row: gl.constexpr = gl.SliceLayout(1, operand_layout(ROUTES, WARPS))
     scale, zero = (), ()
     for span in gl.static_range(len(scales)):
-        scale = scale + (scales[span].index(slot).load(row),)
+        loaded = scales[span].index(slot).load(row)
+        if ELEMENT != "int4":
+            loaded = fp4_scales(loaded, xs[0].dtype, ELEMENT)
+        scale = scale + (loaded,)
     for span in gl.static_range(len(zeros)):
         zero = zero + (zeros[span].index(slot).load(row),)
     return words[0].index(slot).load(operand_layout(ROUTES, WARPS)), scale, zero
 
 
 @gluon.jit
-def numbers_of_plane(loaded, PLANE: gl.constexpr):
-    """Weights `[rows, 32]` of a plane of a block, in the type of the scales, rounded once."""
+def numbers_of_plane(loaded, ELEMENT: gl.constexpr, PLANE: gl.constexpr):
+    """Weights `[rows, 32]` of a plane of a block: int4 rounded once to the type of the scales."""
     words, scales, zeros = loaded
-    span: gl.constexpr = PLANE * len(scales) // 4
-    scale = scales[span]
-    zero = ()
-    if len(zeros) > 0:
-        zero = (zeros[span],)
-    return codes_of_plane(words, zero, scale, PLANE) * scale[:, None]
+    if ELEMENT == "int4":
+        span: gl.constexpr = PLANE * len(scales) // 4
+        zero = ()
+        if len(zeros) > 0:
+            zero = (zeros[span],)
+        numbers = codes_of_plane(words, zero, scales[span], PLANE) * scales[span][:, None]
+    else:
+        numbers = fp4_of_plane(words, scales, scales[0], PLANE)
+    return numbers
 
 
 @gluon.jit
@@ -92,7 +101,7 @@ def start(
     source,
     K: gl.constexpr, HEIGHT: gl.constexpr, PARTS: gl.constexpr, GROUP_SIZE: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr, BLOCK_M: gl.constexpr, ROUTES: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """Buffers, the first copies, and what `products` takes of the first block.
 
@@ -107,7 +116,7 @@ def start(
     shared = (
         buffers(dtype, 4, [STAGES, BLOCK_M, 32], plane_s),
         buffers(gl.int16, 1, [STAGES, ROWS, 32], words_s),
-        buffers(dtype, GROUPS, [STAGES, ROWS], row_s),
+        buffers(source[5].dtype.element_ty, GROUPS, [STAGES, ROWS], row_s),
         buffers(gl.uint8, GROUPS * len(source[6]), [STAGES, ROWS], row_s),
     )
     for turn in gl.static_range(STAGES - 1):
@@ -117,8 +126,8 @@ def start(
         )  # fmt: skip
     async_copy.wait_group(STAGES - 2)
     fence_async_shared()
-    now = load_block(shared, 0, ROUTES, WARPS)
-    return shared, now, numbers_of_plane(now, 0)
+    now = load_block(shared, 0, ELEMENT, ROUTES, WARPS)
+    return shared, now, numbers_of_plane(now, ELEMENT, 0)
 
 
 @gluon.jit
@@ -126,7 +135,7 @@ def products(
     shared, source, now, a0, first,
     K: gl.constexpr, HEIGHT: gl.constexpr, PARTS: gl.constexpr, GROUP_SIZE: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr, ROUTES: gl.constexpr, REST: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """W x^T of a row block: `[ROWS, ROUTES]` and `[ROWS, REST]` fp32; then the next row block's
     first block. `now` and a0 are those of turn `first`.
@@ -140,7 +149,7 @@ def products(
     for turn in range(first, first + NUM_BLOCKS):
         slot = turn % STAGES
         acc, rest = multiply(a0, xs[0].index(slot), acc, rest, ROUTES, REST, WARPS)
-        a1 = numbers_of_plane(now, 1)
+        a1 = numbers_of_plane(now, ELEMENT, 1)
         acc, rest = multiply(a1, xs[1].index(slot), acc, rest, ROUTES, REST, WARPS)
         acc, rest, a0 = wait(1, acc, rest, a0, REST)
         # Past the barrier here every warp is done with the block before, and the next is there.
@@ -150,13 +159,13 @@ def products(
             shared, source, turn + STAGES - 1, SPAN * NUM_BLOCKS,
             K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
         )  # fmt: skip
-        a2 = numbers_of_plane(now, 2)
+        a2 = numbers_of_plane(now, ELEMENT, 2)
         acc, rest = multiply(a2, xs[2].index(slot), acc, rest, ROUTES, REST, WARPS)
         acc, rest, a1 = wait(1, acc, rest, a1, REST)
-        a3 = numbers_of_plane(now, 3)
+        a3 = numbers_of_plane(now, ELEMENT, 3)
         acc, rest = multiply(a3, xs[3].index(slot), acc, rest, ROUTES, REST, WARPS)
-        now = load_block(shared, (turn + 1) % STAGES, ROUTES, WARPS)
+        now = load_block(shared, (turn + 1) % STAGES, ELEMENT, ROUTES, WARPS)
         acc, rest, a2 = wait(1, acc, rest, a2, REST)
-        a0 = numbers_of_plane(now, 0)
+        a0 = numbers_of_plane(now, ELEMENT, 0)
     acc, rest, a0 = wait(0, acc, rest, a0, REST)
     return acc, rest, now, a0
