@@ -69,12 +69,13 @@ def add_plane(part, numbers, x, PLANE: gl.constexpr, WARPS: gl.constexpr):
 def add_int4_block(acc, words, scales, zeros, x, slot, WARPS: gl.constexpr):
     """acc + the product of a block of int4: of each group a sum, which its scales multiply."""
     GROUPS: gl.constexpr = len(scales)
+    sum_l: gl.constexpr = acc.type.layout
     for span in gl.static_range(GROUPS):
-        scale = scales[span].index(slot).load(gl.SliceLayout(1, acc.type.layout)).to(gl.float32)
+        scale = scales[span].index(slot).load(gl.SliceLayout(1, sum_l)).to(gl.float32)
         zero = ()
         if len(zeros) > 0:
             zero = (zeros[span].index(slot).load(gl.SliceLayout(1, words.type.layout)),)
-        part = gl.zeros(acc.shape, gl.float32, layout=acc.type.layout)
+        part = gl.zeros(acc.shape, gl.float32, layout=sum_l)
         for step in gl.static_range(4 // GROUPS):
             numbers = codes_of_plane(words, zero, x, span * (4 // GROUPS) + step)
             part = add_plane(part, numbers, x, span * (4 // GROUPS) + step, WARPS)
