@@ -1,0 +1,351 @@
+"""Runs Gluon kernels on a CPU, on torch tensors: their numbers and the order of their copies.
+
+The Python of a kernel runs as it is, with Gluon's functions replaced. Layouts are ignored. What
+`cp.async` brings lands as late as its `wait_group` allows, or with `lands_early` at once; `wgmma`
+reads shared memory as late as its wait allows. So a block that is read before it is there, or a
+buffer that is written while it is read, gives wrong numbers in one of the two.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+TORCH = {
+    gl.bfloat16: torch.bfloat16,
+    gl.float16: torch.float16,
+    gl.float32: torch.float32,
+    gl.int1: torch.bool,
+    gl.int8: torch.int8,
+    gl.uint8: torch.uint8,
+    gl.int16: torch.int16,
+    gl.int32: torch.int32,
+    gl.int64: torch.int64,
+}
+GLUON = {value: key for key, value in TORCH.items()}
+
+
+def raw(value: Any) -> Any:
+    return value.v if isinstance(value, Block) else value
+
+
+class Block:
+    """A tensor of a kernel, or a scalar."""
+
+    def __init__(self, v: torch.Tensor, layout: object = None) -> None:
+        self.v = v
+        self.type = types.SimpleNamespace(layout=layout)
+
+    dtype = property(lambda self: GLUON[self.v.dtype])
+    shape = property(lambda self: list(self.v.shape))
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Block:
+        wanted = TORCH[dtype]
+        v = self.v.contiguous().view(wanted) if bitcast else self.v.to(wanted)
+        return Block(v, self.type.layout)
+
+    def __getitem__(self, key: Any) -> Block:
+        return Block(self.v[key])
+
+    def __bool__(self) -> bool:
+        return bool(self.v)
+
+    def __index__(self) -> int:
+        return int(self.v)
+
+
+def both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one type, as Triton promotes: a number takes the tensor's."""
+    a, b = raw(a), raw(b)
+    if not isinstance(a, torch.Tensor):
+        b, a = both(b, a)
+        return a, b
+    if not isinstance(b, torch.Tensor):
+        wide = isinstance(b, float) and not a.is_floating_point()
+        a = a.float() if wide else a
+        return a, torch.tensor(b, dtype=a.dtype)
+    wanted = torch.promote_types(a.dtype, b.dtype)
+    return a.to(wanted), b.to(wanted)
+
+
+def operator(function: Callable[..., torch.Tensor], swap: bool = False) -> Callable[..., Any]:
+    def apply(self: Block, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        a, b = both(other, self) if swap else both(self, other)
+        layout = self.type.layout or getattr(getattr(other, "type", None), "layout", None)
+        return Block(function(a, b), layout)
+
+    return apply
+
+
+def trunc(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+OPERATORS = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div,
+    "floordiv": trunc, "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift,
+}  # fmt: skip
+for name, function in OPERATORS.items():
+    setattr(Block, f"__{name}__", operator(function))
+    setattr(Block, f"__r{name}__", operator(function, swap=True))
+for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Block, f"__{name}__", operator(getattr(torch, name)))
+Block.__neg__ = lambda self: Block(-self.v, self.type.layout)  # type: ignore[attr-defined]
+
+
+class Pointer:
+    """Addresses in the memory of one argument, in elements."""
+
+    def __init__(self, memory: torch.Tensor, at: torch.Tensor) -> None:
+        self.memory, self.at = memory, at
+        self.dtype = types.SimpleNamespace(element_ty=GLUON[memory.dtype])
+
+    def __add__(self, other: Any) -> Pointer:
+        other = raw(other)
+        return Pointer(self.memory, self.at + torch.as_tensor(other).long())
+
+    __radd__ = __add__
+
+    def masked(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.as_tensor(True if mask is None else raw(mask))
+        at, mask = torch.broadcast_tensors(self.at, mask)
+        used = at[mask]
+        assert not used.numel() or 0 <= used.min() <= used.max() < len(self.memory), "outside"
+        return torch.where(mask, at, 0), mask
+
+    def read(self, mask: Any, other: Any) -> torch.Tensor:
+        at, mask = self.masked(mask)
+        return torch.where(mask, self.memory[at], torch.tensor(other, dtype=self.memory.dtype))
+
+
+class Shared:
+    """A buffer in shared memory, or a part of it; it holds NaN until it is written."""
+
+    def __init__(self, v: torch.Tensor) -> None:
+        self.v = v
+
+    dtype = property(lambda self: GLUON[self.v.dtype])
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.v[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.v.narrow(dim, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.v.permute(order))
+
+    def load(self, layout: object) -> Block:
+        return Block(self.v.clone(), layout)
+
+    def store(self, value: Block) -> None:
+        self.v.copy_(value.v)
+
+
+def pairs_of(asm: str, words: torch.Tensor) -> torch.Tensor:
+    """32-bit results of PTX for each two 16-bit words."""
+    low, high = (words.long() & 0xFFFF).unflatten(-1, (-1, 2)).unbind(-1)
+    names = {"$1": low | high << 16}
+
+    def value(text: str) -> torch.Tensor:
+        return names[text] if text in names else torch.tensor(int(text, 0))
+
+    for line in asm.strip("{} ").split(";"):
+        found = re.fullmatch(r"([\w.]+) (.+)", line.strip())
+        if found is None or found[1] == ".reg":
+            continue
+        to, *given = (word.strip() for word in found[2].split(","))
+        if found[1] == "lop3.b32":
+            assert given.pop() == "0xea"
+            a, b, c = map(value, given)
+            names[to] = a & b | c
+        else:
+            a, b = map(value, given)
+            made = {"shr.u32": a >> b, "shl.b32": a << b, "and.b32": a & b}[found[1]]
+            names[to] = made & 0xFFFFFFFF
+    return names["$0"]
+
+
+class Machine:
+    """What one program of a kernel sees as `gl`, `tl` and the modules beside them."""
+
+    def __init__(self, program: tuple[int, ...], lands_early: bool) -> None:
+        self.program, self.lands_early = program, lands_early
+        self.open: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+        self.products: list[Callable[[], None]] = []
+
+    # Of `async_copy`.
+    def async_copy_global_to_shared(self, to: Shared, pointer: Pointer, mask: Any = None) -> None:
+        values = pointer.read(mask, 0)
+        assert list(values.shape) == list(to.v.shape)
+        self.open.append(lambda: to.v.copy_(values))  # type: ignore[arg-type, return-value]
+        if self.lands_early:
+            self.open.pop()()
+
+    def commit_group(self) -> None:
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait_group(self, count: int) -> None:
+        while len(self.groups) > count:
+            for copy in self.groups.pop(0):
+                copy()
+
+    # Of `wgmma` and `mma.sync`.
+    def warpgroup_mma(self, a: Block, b: Shared, acc: Block, is_async: bool = False) -> Block:
+        assert is_async
+
+        def product() -> None:
+            acc.v = acc.v + a.v.float() @ b.v.float()
+
+        self.products.append(product)
+        return acc
+
+    def warpgroup_mma_wait(self, count: int, deps: list[Any]) -> Any:
+        while len(self.products) > count:
+            self.products.pop(0)()
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+    def mma_v2(self, a: Block, b: Block, acc: Block) -> Block:
+        return Block(acc.v + a.v.float() @ b.v.float(), acc.type.layout)
+
+    # Of the language.
+    def program_id(self, axis: int) -> Block:
+        return Block(torch.tensor(self.program[axis], dtype=torch.int32))
+
+    def arange(self, start: int, end: int, layout: object = None) -> Block:
+        return Block(torch.arange(start, end, dtype=torch.int32), layout)
+
+    def full(self, shape: list[int], value: float, dtype: Any, layout: object = None) -> Block:
+        return Block(torch.full(tuple(shape), value, dtype=TORCH[dtype]), layout)
+
+    def zeros(self, shape: list[int], dtype: Any, layout: object = None) -> Block:
+        return self.full(shape, 0, dtype, layout)
+
+    def cast(self, value: float, dtype: Any) -> Block:
+        return Block(torch.tensor(value, dtype=TORCH[dtype]))
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0) -> Block:
+        return Block(pointer.read(mask, other))
+
+    def store(self, pointer: Pointer, value: Block, mask: Any = None) -> None:
+        at, mask = pointer.masked(mask)
+        pointer.memory[at[mask]] = value.v.expand(at.shape)[mask].to(pointer.memory.dtype)
+
+    def where(self, condition: Any, a: Any, b: Any) -> Block:
+        a, b = both(a, b)
+        return Block(torch.where(torch.as_tensor(raw(condition)), a, b))
+
+    def minimum(self, a: Any, b: Any) -> Any:
+        if not isinstance(a, Block) and not isinstance(b, Block):
+            return min(a, b)
+        return Block(torch.minimum(*both(a, b)))
+
+    def exp(self, value: Block) -> Block:
+        return Block(value.v.exp())
+
+    def abs(self, value: Block) -> Block:
+        return Block(value.v.abs())
+
+    def div_rn(self, a: Block, b: Block) -> Block:
+        return a / b  # type: ignore[operator, return-value]
+
+    def permute(self, value: Block, order: tuple[int, ...]) -> Block:
+        return Block(value.v.permute(order))
+
+    def reshape(self, value: Block, shape: list[int]) -> Block:
+        return Block(value.v.reshape(shape), value.type.layout)
+
+    def split(self, value: Block) -> tuple[Block, Block]:
+        a, b = value.v.unbind(-1)
+        return Block(a), Block(b)
+
+    def convert_layout(self, value: Block, layout: object, assert_trivial: bool = False) -> Block:
+        return Block(value.v, layout)
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: object) -> Shared:
+        kind = TORCH[dtype]
+        return Shared(torch.full(shape, math.nan if kind.is_floating_point else 77, dtype=kind))
+
+    def inline_asm_elementwise(
+        self, asm: str, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
+    ) -> Block:
+        assert (constraints, pack) == ("=r,r", 2)
+        both_halves = pairs_of(asm, args[0].v)
+        halves = torch.stack([both_halves & 0xFFFF, both_halves >> 16], dim=-1).flatten(-2)
+        words = torch.where(halves >= 1 << 15, halves - (1 << 16), halves).to(torch.int16)
+        return Block(words.view(TORCH[dtype]), args[0].type.layout)
+
+    def static_range(self, *ends: int) -> range:
+        return range(*ends)
+
+    def static_assert(self, condition: bool) -> None:
+        assert condition
+
+    def nothing(self, *_: object) -> None:
+        """Of fences and waits for other kernels."""
+
+    gdc_wait = fence_async_shared = nothing
+
+    def __getattr__(self, name: str) -> Any:
+        # Types and layouts are the real ones.
+        return getattr(gl, name)
+
+
+def emulated(function: Any, machine: Machine, known: dict[int, Any]) -> Any:
+    """A function of a kernel, with what it calls replaced."""
+    if id(function) in known:
+        return known[id(function)]
+    python = function.fn
+    names: dict[str, Any] = {}
+    found = types.FunctionType(python.__code__, names, python.__name__, python.__defaults__)
+    known[id(function)] = found
+    for name in python.__code__.co_names:
+        if name not in python.__globals__:
+            continue
+        value = python.__globals__[name]
+        if isinstance(value, types.ModuleType):
+            names[name] = machine
+        elif hasattr(value, "fn") and hasattr(value, "params"):
+            names[name] = emulated(value, machine, known)
+        else:
+            names[name] = (getattr(Machine, name, None) and getattr(machine, name)) or value
+    names["__builtins__"] = __builtins__
+    return found
+
+
+def pointer_to(tensor: torch.Tensor) -> Pointer:
+    """From a tensor's first element to the end of its storage."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+    return Pointer(tensor.as_strided((size,), (1,)), torch.tensor(0))
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], *, lands_early: bool
+) -> None:
+    """All programs of a launch, one after the other.
+
+    Args:
+        kernel: a `gluon.jit` function.
+        arguments: every parameter by name: tensors, integers, constants; None where absent.
+    """
+    given = {
+        name: pointer_to(value) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+    for z in range(grid[2]):
+        for y in range(grid[1]):
+            for x in range(grid[0]):
+                machine = Machine((x, y, z), lands_early)
+                emulated(kernel, machine, {})(**given)
+                assert not machine.products
