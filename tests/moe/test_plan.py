@@ -257,7 +257,8 @@ def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
     for num_tokens in (1, 4, 5, 40, 64, 700, 2048, 8192):
         assert select(plain, num_tokens, IDS) == select(others, num_tokens, IDS)
     assert {key.name for key in products_of(plain)} == {"gate_up_kernel", "down_kernel"}
-    assert not {key.name for key in products_of(GLM)} & {"gate_up_kernel", "down_kernel"}
+    names = {"gate_up_stream_kernel", "gate_up_wgmma_kernel", "down_stream_kernel"}
+    assert names < {key.name for key in products_of(GLM)}
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,7 @@ def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
         {"dtype": "fp16"},
         {"w13": StoredWeights(scale="fp16")},
         {"w2": StoredWeights(scale="fp32")},
+        {"intermediate_size": 516, "w2": StoredWeights(group_size=516)},
         {"w2": StoredWeights.fp4("mxfp4")},
         {"w13": StoredWeights.fp4("nvfp4")},
     ],
@@ -278,7 +280,17 @@ def test_weights_that_hoppers_own_kernels_do_not_read_take_the_other_rows(change
     # With scales of the layer's own type they are read in either type.
     fp16 = StoredWeights(scale="fp16")
     names = {key.name for key in products_of(replace(GLM, dtype="fp16", w13=fp16, w2=fp16))}
-    assert not names & {"gate_up_kernel", "down_kernel"}
+    assert {"gate_up_stream_kernel", "down_wgmma_kernel"} < names
+
+
+def test_fp4_takes_only_rows_that_were_measured_for_it() -> None:
+    fp4 = StoredWeights.fp4("mxfp4")
+    spec = replace(GLM, w13=fp4, w2=fp4)
+    assert {key.name for key in products_of(spec)} == {"gate_up_kernel", "down_kernel"}
+    rows = GLM.tiles.rows(Shape(6144, 512, "mxfp4"))
+    measured = replace(GLM.table, rows=(*GLM.table.rows, *rows))
+    names = {key.name for key in products_of(replace(spec, table=measured))}
+    assert {"gate_up_stream_kernel", "down_wgmma_kernel"} < names
 
 
 def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:

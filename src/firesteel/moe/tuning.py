@@ -3,7 +3,8 @@
 A row says how the kernels cut a layer of one shape (K, N) and recipe for a range of routes an
 expert. A layer takes the rows of the nearest shape, so that a table serves every layer:
 
-    1. rows of the layer's recipe, that of `w13`; of DEFAULT_RECIPE where the table has none
+    1. rows of the layer's recipe, that of `w13`; of DEFAULT_RECIPE where the table has none, but
+       for an FP4 layer no rows of mode "wgmma" that were measured for int4
     2. of those, the shape whose sizes are least many times larger or smaller than the layer's:
        max(K, K') / min(K, K') * max(N, N') / min(N, N'), which is distance in logarithms
     3. of shapes equally far, the smallest
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
@@ -329,4 +330,8 @@ def layer_tiles(
     Raises
         UnsupportedError: as `TileTable.nearest`.
     """
-    return table.tiles(table.nearest(hidden_size, intermediate_size, recipe))
+    shape = table.nearest(hidden_size, intermediate_size, recipe)
+    found = table.tiles(shape)
+    # Between int4 and FP4 what is fastest on Hopper does not carry over.
+    is_alike = recipe.startswith("int4") == shape.recipe.startswith("int4")
+    return found if is_alike else replace(found, wgmma=())
