@@ -46,6 +46,24 @@ def newest(records: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]
     return list(found.values())
 
 
+def layers(records: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """`newest` by size; where the last run had no baseline, with that of the last that had one."""
+    records = list(records)
+    known = newest((r for r in records if r.get("torch_bf16_us") is not None), *keys)
+    baseline = {tuple(r[key] for key in keys): r["torch_bf16_us"] for r in known}
+    found = [
+        {"torch_bf16_us": baseline.get(tuple(r[key] for key in keys)), **r}
+        for r in newest(records, *keys)
+    ]
+    # A size that came later stands where its shape does.
+    places = {_shape(r): number for number, r in reversed(list(enumerate(found)))}
+    return sorted(found, key=lambda r: (places[_shape(r)], r["m"]))
+
+
+def _shape(record: dict[str, Any]) -> tuple[object, ...]:
+    return tuple(record[key] for key in ("shape", "recipe", "routing", "batch_invariant"))
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; columns after the first are right-aligned."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
@@ -317,7 +335,8 @@ BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], s
 def render(name: str, results: Path) -> str:
     """The text of one block."""
     keys, table = BENCHES[name]
-    records = newest(read_results(results, name), *keys)
+    pick = layers if name == "moe" else newest
+    records = pick(read_results(results, name), *keys)
     if not records:
         return _NOTHING
     return table(records) + sources(records)
@@ -330,7 +349,7 @@ def rewrite(text: str, results: Path) -> str:
 
 def pictures(results: Path) -> dict[str, str]:
     """The SVG text of each picture by its file's name."""
-    records = newest(read_results(results, "moe"), *BENCHES["moe"][0])
+    records = layers(read_results(results, "moe"), *BENCHES["moe"][0])
     peers = read_peers()
     return {
         f"moe-{shape}.svg": moe_picture(records, peers, shape, recipe) for shape, recipe in PICTURES

@@ -103,3 +103,23 @@ def test_a_picture_stands_in_the_docs(tables):
     text = (ROOT / "docs" / "performance.md").read_text()
     for name in tables.pictures(ROOT / "bench" / "results"):
         assert f"](images/{name})" in text
+
+
+def layer(m: int, us: float, **changed) -> dict:
+    key = {"shape": "a", "recipe": "int4", "routing": "uniform", "batch_invariant": False}
+    return {**key, "m": m, "us": us, **changed}
+
+
+def test_a_layer_s_rows_are_by_size_and_keep_the_last_baseline(tables):
+    keys, _ = tables.BENCHES["moe"]
+    records = [
+        layer(8, 3.0, torch_bf16_us=9.0),
+        layer(1, 2.0, shape="b"),
+        layer(8, 2.5),
+        layer(1, 1.0, torch_bf16_us=7.0),
+        layer(1, 1.5, torch_bf16_us=6.0),
+    ]
+    found = [
+        (r["shape"], r["m"], r["us"], r["torch_bf16_us"]) for r in tables.layers(records, *keys)
+    ]
+    assert found == [("a", 1, 1.5, 6.0), ("a", 8, 2.5, 9.0), ("b", 1, 2.0, None)]
