@@ -248,6 +248,11 @@ def products_of(spec: MoeSpec) -> list[LaunchKey]:
     return [key for key in made.keys if _role(key) in ("gate_up_kernel", "down_kernel")]
 
 
+def has_hoppers(spec: MoeSpec) -> bool:
+    """Whether products of a plan are Hopper's own kernels'."""
+    return {"gate_up_wgmma_kernel", "down_wgmma_kernel"} <= {key.name for key in products_of(spec)}
+
+
 def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
     """A table that has only those gives the same launches, and none is of Hopper's kernels."""
     (shape,) = (each for each in GLM.table.shapes if each == (6144, 512, "int4-g128"))
@@ -257,7 +262,7 @@ def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
     for num_tokens in (1, 4, 5, 40, 64, 700, 2048, 8192):
         assert select(plain, num_tokens, IDS) == select(others, num_tokens, IDS)
     assert {key.name for key in products_of(plain)} == {"gate_up_kernel", "down_kernel"}
-    assert not {key.name for key in products_of(GLM)} & {"gate_up_kernel", "down_kernel"}
+    assert has_hoppers(GLM)
 
 
 @pytest.mark.parametrize(
@@ -267,18 +272,27 @@ def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
         {"dtype": "fp16"},
         {"w13": StoredWeights(scale="fp16")},
         {"w2": StoredWeights(scale="fp32")},
-        {"w2": StoredWeights.fp4("mxfp4")},
-        {"w13": StoredWeights.fp4("nvfp4")},
+        {"dtype": "fp16", "w13": StoredWeights.fp4("nvfp4")},
     ],
 )
 def test_weights_that_hoppers_own_kernels_do_not_read_take_the_other_rows(changes: dict) -> None:
     spec = replace(GLM, **changes)
     names = {key.name for key in products_of(spec)}
     assert names == {"gate_up_kernel", "down_kernel"}
-    # With scales of the layer's own type they are read in either type.
-    fp16 = StoredWeights(scale="fp16")
-    names = {key.name for key in products_of(replace(GLM, dtype="fp16", w13=fp16, w2=fp16))}
-    assert not names & {"gate_up_kernel", "down_kernel"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"w2": StoredWeights(group_size=32, has_zero_points=True, has_bias=True)},
+        {"dtype": "fp16", **dict.fromkeys(("w13", "w2"), StoredWeights(scale="fp16"))},
+        {"w2": StoredWeights.fp4("mxfp4")},
+        {"dtype": "fp16", **dict.fromkeys(("w13", "w2"), StoredWeights.fp4("nvfp4"))},
+    ],
+)
+def test_weights_that_hoppers_own_kernels_read_take_their_rows(changes: dict) -> None:
+    """FP4, and int4 with scales of the layer's own type."""
+    assert has_hoppers(replace(GLM, **changes))
 
 
 def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:
@@ -307,13 +321,13 @@ def test_each_named_geometry_plans(name: str) -> None:
 def test_each_named_geometry_plans_as_fp4(name: str, element: str) -> None:
     spec = geometry(name, element=element)
     made = plan(spec, 300, flags={"ids": ["i32"]})
-    products = [key for key in made.keys if key.name in ("gate_up_kernel", "down_kernel")]
+    products = [key for key in made.keys if _role(key) in ("gate_up_kernel", "down_kernel")]
     assert {dict(key.constexprs)["ELEMENT"] for key in products} == {element}
     pointers = {name for key in products for name, _ in key.arguments}
     assert ("global_scale_ptr" in pointers) == (element == "nvfp4")
     assert {dict(key.arguments)["scales_ptr"] for key in products} == {"*u8@16"}
-    # The same tiles as int4 on the same kernels.
-    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4), "wgmma": False}
+    # The same tiles as int4.
+    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4)}
     int4 = select(replace(spec, **same), 300, IDS)
     assert [launch.grid for launch in select(spec, 300, IDS)] == [each.grid for each in int4]
 
