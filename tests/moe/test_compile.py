@@ -42,6 +42,8 @@ SHARED_KIB = {"sm_90": 227, "sm_120": 99}
 SPILLING = (
     "gpt-oss-120b 12 scatter_kernel",
     "gpt-oss-120b 14 down_wgmma_kernel",
+    "gpt-oss-120b mxfp4 14 down_wgmma_kernel",
+    "glm-5.2 nvfp4 14 down_wgmma_kernel",
     "int4-g32-asym-fp16 12 scatter_kernel",
     "int4-g32-asym-fp16 14 down_wgmma_kernel",
     "int4-g32-asym-fp16 no wgmma 5 gate_up_kernel",
