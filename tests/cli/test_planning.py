@@ -91,7 +91,10 @@ def tiles_of(found: dict) -> set[int]:
 def test_batch_invariant_is_another_spec():
     # So many tokens reach every tile of a plan whose rows may differ.
     usual = invoke_json("plan", *SEED, "--max-tokens", 2000)
-    assert tiles_of(usual) == {tile.rows for *_, tile in TILES.wgmma}
+    spec = geometry("glm-5.2", tensor_parallel=4)
+    counts = {tile_of(spec, 8 * num_tokens).rows for num_tokens in range(1, 2001)}
+    assert tiles_of(usual) == counts
+    assert len(counts) == 4
     found = invoke_json("plan", *SEED, "--max-tokens", 1280, "--batch-invariant")
     assert found["spec"]["batch_invariant"] is True
     assert tiles_of(found) == {TILES.batch_invariant.rows}
@@ -280,9 +283,9 @@ def test_keys_of_a_large_plan_are_told_apart_by_how_they_cut_the_layer():
     ]
     # Their stages are constants, and are shown as those of the others.
     assert gate_ups_of("sm_90") == [
-        ("gate_up_stream_kernel", "int32 ids, direct, BLOCK_M 8, SPLIT_K 4", "4"),
-        ("gate_up_stream_kernel", "packed, BLOCK_M 8, SPLIT_K 1", "4"),
-        ("gate_up_stream_kernel", "packed, BLOCK_M 16, SPLIT_K 1", "4"),
+        ("gate_up_stream_kernel", "int32 ids, direct, SPLIT_K 4", "4"),
+        ("gate_up_stream_kernel", "packed, SPLIT_K 1", "4"),
+        ("gate_up_kernel", "", "3"),
         ("gate_up_wgmma_kernel", "BLOCK_M 64, BLOCK_N 64", "3"),
         ("gate_up_wgmma_kernel", "BLOCK_M 128, BLOCK_N 128", "4"),
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from firesteel.cli.auditing import read_traffic
 from firesteel.launch import plan
-from firesteel.moe.plan import select
+from firesteel.moe.plan import select, tile_of
 from firesteel.moe.spec import geometry
 from tests.cli.command import ROOT, invoke
 
@@ -121,8 +121,9 @@ def test_firesteels_own_plan_misses_nothing_and_reaches_every_key(example, serve
     assert len(keys) == (15 if name in PREFILL else 7)
     # One tile of few routes, then those of sorted ones.
     tiles = [constexpr(key, "BLOCK_M") for key in keys if key.name.startswith("gate_up")]
-    direct, *sorted_tiles = (tile.rows for *_, tile in layer.tiles.wgmma)
-    assert tiles == [direct, *(sorted_tiles if name in PREFILL else sorted_tiles[:1])]
+    # In the order in which more and more tokens reach them.
+    sorted_tiles = [tile_of(layer, 8 * count) for count in range(5, server.max_tokens + 1)]
+    assert tiles == [layer.tiles.direct.rows, *(t.rows for t in dict.fromkeys(sorted_tiles))]
     launches = sum(len(select(layer, num_tokens, flags)) for num_tokens in traffic)
     assert sum(found.launches.values()) == launches
 
