@@ -358,3 +358,15 @@ def test_without_triton_there_is_no_gluon(monkeypatch: pytest.MonkeyPatch) -> No
     assert not has_gluon()
     with pytest.raises(UnsupportedError, match="triton: not installed, kernels need it"):
         triton_version()
+
+
+def test_a_kernel_of_one_target_is_not_given_to_another_s_compiler() -> None:
+    """LLVM ends the process where it meets an instruction of Hopper's in code for another GPU."""
+    made = plan(geometry("glm-5.2", tensor_parallel=4), 8192, flags={"ids": ["i32"]})
+    own = [key for key in made.keys if made.kernels[key.kernel].target == "sm_90"]
+    assert own
+    for key in own:
+        with pytest.raises(UnsupportedError, match=r"target: got sm_120, .* is for sm_90 alone"):
+            compile_all([(made.kernels[key.kernel], key)], "sm_120", threads=1, done=pytest.fail)
+    other = plan(made.spec.for_target("sm_120"), 8192)
+    assert {other.kernels[key.kernel].target for key in other.keys} == {None}

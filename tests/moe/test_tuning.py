@@ -23,6 +23,7 @@ from firesteel.moe.tuning import (
     Shape,
     Tile,
     TileTable,
+    check_rows,
     layer_tiles,
     recipe_name,
 )
@@ -273,3 +274,19 @@ def test_every_number_of_a_tile_says_what_is_allowed() -> None:
         if hint is not bool:
             assert get_origin(hint) is Annotated, name
             assert all(type(value) is int for value in get_args(hint)[1]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"is_joint": True}, "is_joint: got True, must be False"),
+        ({"gate_up": GateUp(128, 8, 2)}, "gate_up.stages: got 2, must be at least 3"),
+        ({"rows": 8, "gate_up": GateUp(64, 4, 1)}, "gate_up.stages: got 1, must be at least 2"),
+        ({"gate_up": GateUp(128, 2, 4)}, "gate_up.warps: got 2, must be a multiple of 4"),
+        ({"down": Down(64, 1, 8, 3)}, "down.warps: got 8, .* 16 rows of weights each"),
+    ],
+)
+def test_tiles_that_hoppers_kernels_cannot_take_are_refused(changes: dict, words: str) -> None:
+    rows = replace(TWO, wgmma=((2.0, 9.0, replace(HOPPER, **changes)),))
+    with pytest.raises(InvalidArgumentError, match=rf"rows\[3\].tile.{words}"):
+        check_rows(rows.rows(Shape(256, 128, "int4-g128")))

@@ -251,3 +251,15 @@ def test_fields_are_those_of_the_type() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             read("tile", Other, wrong)
+
+
+def test_a_name_that_no_file_can_have_is_no_table() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"table: got 'aaa.*must be a file"):
+        tuning_file.find_table("a" * 300)
+
+
+def test_a_range_beyond_every_number_is_refused() -> None:
+    text = tuning_file.format_table(tuning_file.default_table())
+    text = text.replace("[18.0, 56.0]", f"[18.0, {10**400}]")
+    with pytest.raises(InvalidArgumentError, match=r"routes_per_expert: got .* must be"):
+        tuning_file.parse_table(text, name="large", where="large.json")

@@ -267,9 +267,7 @@ def tune(
         bool,
         typer.Option("--batch-invariant", help="The tile of batch invariant layers, no other."),
     ] = False,
-    wgmma: Annotated[
-        bool, typer.Option(help="Hopper's own kernels too, which int4 has on sm_90.")
-    ] = True,
+    wgmma: Annotated[bool, typer.Option(help="Hopper's own kernels too, which sm_90 has.")] = True,
     only_wgmma: Annotated[
         bool, typer.Option("--only-wgmma", help="The tiles of those kernels, no other.")
     ] = False,

@@ -256,6 +256,11 @@ def _compile(kernel: Kernel, key: LaunchKey, target: str) -> Binary:
     from triton.backends.compiler import GPUTarget
     from triton.errors import TritonError
 
+    if kernel.target not in (None, target):
+        raise UnsupportedError(
+            f"target: got {target}, {key.name} is for {kernel.target} alone; a plan of a spec made "
+            "for the target (`MoeSpec.for_target`) does without it"
+        )
     # Before, so that a global that changes the while leaves code of a digest that nothing asks for.
     digest = identity(kernel, key, target)
     source: Any = triton_source(kernel, key)

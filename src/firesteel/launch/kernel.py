@@ -69,6 +69,8 @@ class Kernel:
             pass unaligned must be named in `do_not_specialize_on_alignment`.
         launches_empty: whether one program, with every integer 0 and every pointer at a zeroed
             1 MiB, ends normally. `prewarm` launches such a kernel once; another it only loads.
+        target: "sm_90" where it is written for that alone, and a compiler may die of another; None
+            otherwise.
 
     Raises
         InvalidArgumentError: the function has keyword-only parameters, or `debug=True`.
@@ -76,6 +78,7 @@ class Kernel:
 
     function: Any
     launches_empty: bool = True
+    target: str | None = None
     _keys: dict[Any, LaunchKey] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -121,8 +121,8 @@ def down_wgmma_kernel(
 ):
     """y[r] = w2[e] @ hidden[p] + bias[e], r = route_ids[p]
 
-    Arguments, grid and range are those of down_kernel in packed mode. A tile of few routes is
-    multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
+    Arguments, grid and range are those of down_kernel where routes are sorted. A tile of few routes
+    is multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
 
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  int4 weights dequantised to hidden's dtype, rounded once, FP4 as down_kernel's; fp32

@@ -154,8 +154,8 @@ def gate_up_wgmma_kernel(
 ):
     """hidden[p] = act(w13[e] @ x[r // TOP_K] * topk_weights[r] + bias[e]), r = route_ids[p]
 
-    Arguments, grid and range are those of gate_up_kernel in packed mode. A tile of few routes is
-    multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
+    Arguments, grid and range are those of gate_up_kernel where routes are sorted. A tile of few
+    routes is multiplied as 32, 64, 96 or 128 of them, up to BLOCK_M.
 
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  int4 weights dequantised to x's dtype, rounded once, FP4 as gate_up_kernel's; fp32

@@ -46,11 +46,12 @@ def _hopper_kernels() -> tuple[Kernel, ...]:
     from firesteel.moe.gate_up_stream import gate_up_stream_kernel
     from firesteel.moe.gate_up_wgmma import gate_up_wgmma_kernel
 
-    functions = (
-        *(gate_up_stream_kernel, down_stream_kernel),
-        *(gate_up_wgmma_kernel, down_wgmma_kernel),
+    return (
+        Kernel(gate_up_stream_kernel),
+        Kernel(down_stream_kernel),
+        Kernel(gate_up_wgmma_kernel, target="sm_90"),
+        Kernel(down_wgmma_kernel, target="sm_90"),
     )
-    return tuple(map(Kernel, functions))
 
 
 HOPPER = _hopper_kernels()

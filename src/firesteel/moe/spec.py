@@ -57,6 +57,10 @@ class StoredWeights:
         cls, element: str, *, global_scale: str | None = None, has_bias: bool = False
     ) -> StoredWeights:
         """Stored as mxfp4 or nvfp4 is; `global_scale` of nvfp4 is a divisor by default."""
+        if element not in FP4_FORMATS:
+            raise InvalidArgumentError(
+                f"element: got {element!r}, must be one of {', '.join(FP4_FORMATS)}"
+            )
         group_size, scale = FP4_FORMATS[element]
         usual = "divisor" if element == "nvfp4" else "none"
         return cls(
@@ -127,6 +131,11 @@ class MoeSpec:
             raise UnsupportedError(
                 f"num_experts: got {self.num_experts}, must be at most {MAX_EXPERTS}: a program "
                 "counts all of them"
+            )
+        table: Any = self.table
+        if not isinstance(table, TileTable):
+            raise InvalidArgumentError(
+                f"table: got {table!r}, must be a TileTable: `find_table` gives one by name or file"
             )
         if self.wgmma and not has_gluon():
             raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")

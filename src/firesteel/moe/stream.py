@@ -40,6 +40,7 @@ def begin(
     ROWS: gl.constexpr, SPAN: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Buffers, and copies of the blocks of turns from `first` on. source is as `copy_block`'s."""
+    gl.static_assert(STAGES >= 2)
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE
     row_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])

@@ -282,8 +282,30 @@ def check_rows(rows: Sequence[Row]) -> None:
                     f"rows[{number}].tile.is_wgmma: got {row.tile.is_wgmma} of {title} {row.mode}, "
                     "must be True of mode wgmma and of no other"
                 )
+            if row.tile.is_wgmma:
+                _check_hopper(f"rows[{number}].tile", row.tile)
         for mode in RANGED:
             _check_ranges(mode, title, [each for each in numbered if each[1].mode == mode])
+
+
+def _check_hopper(where: str, tile: Tile) -> None:
+    """Refuse what Hopper's own kernels cannot be compiled for, or would read too early."""
+    if tile.is_joint:
+        raise InvalidArgumentError(f"{where}.is_joint: got True, must be False of such a tile")
+    # Tiles of up to 16 rows are multiplied by warps, others by groups of four of them.
+    least, warps = (2, 1) if tile.rows <= 16 else (3, 4)
+    for name, shape in (("gate_up", tile.gate_up), ("down", tile.down)):
+        # FC1 has gate and up rows in one operand.
+        rows = 2 * tile.gate_up.columns if name == "gate_up" else tile.down.rows
+        if shape.stages < least:
+            raise InvalidArgumentError(
+                f"{where}.{name}.stages: got {shape.stages}, must be at least {least}"
+            )
+        if shape.warps % warps or 16 * shape.warps > rows:
+            raise InvalidArgumentError(
+                f"{where}.{name}.warps: got {shape.warps}, must be a multiple of {warps} and have "
+                "16 rows of weights each"
+            )
 
 
 def _check_ranges(mode: Mode, title: str, rows: Sequence[tuple[int, Row]]) -> None:

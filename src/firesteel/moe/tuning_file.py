@@ -54,8 +54,8 @@ DEFAULT_TABLE = "h200"
 _SUFFIX = ".json"
 _TEXTS = {
     "device": (re.compile(r"\S(.*\S)?"), "a name"),
-    "compute_capability": (re.compile(r"[1-9]\d?\.\d"), 'as "9.0"'),
-    "date": (re.compile(r"\d{4}-[01]\d-[0-3]\d"), 'as "2026-11-29"'),
+    "compute_capability": (re.compile(r"[1-9][0-9]?\.[0-9]"), 'as "9.0"'),
+    "date": (re.compile(r"20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"), 'as "2026-11-29"'),
     "torch": (re.compile(r"\d+\.\d+\S*"), "a version"),
     "triton": (re.compile(r"\d+\.\d+\S*"), "a version"),
 }
@@ -111,7 +111,10 @@ def nearest_table(
     named = [table for table in found if table.device == device]
     if named:
         return named[0]
-    capability = int(target.removeprefix("sm_"))
+    number = target.removeprefix("sm_")
+    if not (number.isascii() and number.isdecimal()):
+        raise InvalidArgumentError(f"target: got {target!r}, must be as sm_90")
+    capability = int(number)
     below = [table for table in found if table.capability <= capability]
     return max(below, key=lambda table: table.capability) if below else found[0]
 
@@ -125,11 +128,19 @@ def find_table(text: str) -> TileTable:
     shipped = shipped_tables()
     if text in shipped:
         return shipped[text]
-    if not Path(text).is_file():
+    if not _is_file(text):
         raise InvalidArgumentError(
             f"table: got {text!r}, must be a file, or one of {', '.join(shipped)}"
         )
     return read_table(Path(text))
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:
+        # A name that no file can have.
+        return False
 
 
 def read_table(path: Path) -> TileTable:
@@ -224,7 +235,10 @@ def _range(where: str, value: object) -> tuple[float, float]:
     ends = cast(list[Any], value) if isinstance(value, list) else []
     if len(ends) == 2 and ends[1] is None:
         ends = [ends[0], INFINITY]
-    are_numbers = all(type(end) in (int, float) and end >= 0 for end in ends)
+    are_numbers = all(
+        type(end) in (int, float) and 0 <= end <= (INFINITY if type(end) is float else _MOST)
+        for end in ends
+    )
     if len(ends) != 2 or not are_numbers or ends[0] == INFINITY:
         raise InvalidArgumentError(
             f"{where}: got {value!r}, must be [first, below], numbers from 0, below null for no end"

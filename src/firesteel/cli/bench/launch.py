@@ -24,7 +24,13 @@ from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import BATCHES, graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.planning import PlanChoice, make_plans, make_specs
-from firesteel.device import checked_device, default_device, stream_getter, synchronize
+from firesteel.device import (
+    checked_device,
+    default_device,
+    device_target,
+    stream_getter,
+    synchronize,
+)
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Plan, Ready, build, plan, prewarm
 from firesteel.launch.driver import Driver
@@ -64,6 +70,8 @@ def run(request: LaunchRequest, *, as_json: bool, out: Path | None) -> None:
     """
     device = default_device() if request.device is None else checked_device(request.device)
     spec = make_specs(request.choice, table_of_device(device))[0]
+    if device.type == "cuda":
+        spec = spec.for_target(device_target(device))
     with writer(out, as_json=as_json) as write, progress() as say:
         record: dict[str, Any] = {
             "bench": "launch",

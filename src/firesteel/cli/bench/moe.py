@@ -27,7 +27,7 @@ from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.planning import make_specs, shape_choice
-from firesteel.device import checked_device, default_device
+from firesteel.device import checked_device, default_device, device_target
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
@@ -98,6 +98,7 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
         table=request.table,
     )
     (spec,) = make_specs(choice, table_of_device(device))
+    spec = spec.for_target(device_target(device))
     rows: list[dict[str, Any]] = []
     with writer(out, as_json=as_json) as write, progress() as say:
         say("prewarming")
