@@ -27,7 +27,7 @@ from firesteel.cli.bench.moe_inputs import random_call, random_weights
 from firesteel.cli.bench.records import context, writer
 from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, device_target
-from firesteel.errors import UnsupportedError
+from firesteel.errors import FiresteelError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.tuning_file import table_of_device
@@ -43,7 +43,10 @@ METRICS = {
     "issue_percent": "Issue Slots Busy",
     "occupancy_percent": "Achieved Occupancy",
 }
-_SCALE = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6, "hz": 1e-6, "Mhz": 1.0, "Ghz": 1e3}
+_SCALE = {
+    **{"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6},
+    **{"hz": 1e-6, "Mhz": 1.0, "Ghz": 1e3, "%": 1.0},
+}
 _RANGE = "one call"
 
 
@@ -72,8 +75,13 @@ def read_report(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for row in csv.DictReader(line for line in lines if line.startswith('"')):
         record = found.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0]})
         if row["Metric Name"] in wanted:
-            value = float(row["Metric Value"].replace(",", ""))
-            record[wanted[row["Metric Name"]]] = value * _SCALE.get(row["Metric Unit"], 1.0)
+            unit, value = row["Metric Unit"], row["Metric Value"].replace(",", "")
+            if unit not in _SCALE or not value:
+                raise UnsupportedError(
+                    f"ncu: {row['Metric Name']} is {value!r} {unit}, must be a number of "
+                    f"{', '.join(_SCALE)}"
+                )
+            record[wanted[row["Metric Name"]]] = float(value) * _SCALE[unit]
     yield from found.values()
 
 
@@ -92,7 +100,8 @@ def measure(shape: str, recipe: str, size: int) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     records = list(read_report(done.stdout.splitlines()))
     if done.returncode or not records:
-        raise UnsupportedError(f"ncu: ended with {done.returncode}: {done.stdout[-500:]}")
+        said = f"{done.stdout[-500:]}{done.stderr[-500:]}"
+        raise UnsupportedError(f"ncu: ended with {done.returncode}: {said}")
     return records
 
 
@@ -105,14 +114,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    sizes = sizes_of(given.m)
-    if given.inside:
-        call_once(given.shape, given.recipe, sizes)
+    try:
+        return report(given.shape, given.recipe, sizes_of(given.m), given.out, given.inside)
+    except FiresteelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+
+
+def report(
+    shape: str, recipe: str, sizes: tuple[int, ...], out: Path | None, is_inside: bool
+) -> int:
+    """Measure, or be what is measured."""
+    if is_inside:
+        call_once(shape, recipe, sizes)
         return 0
-    with writer(given.out, as_json=True) as write:
+    with writer(out, as_json=True) as write:
         for size in sizes:
-            for record in measure(given.shape, given.recipe, size):
-                head = {"bench": "counters", "shape": given.shape, "recipe": given.recipe}
+            for record in measure(shape, recipe, size):
+                head = {"bench": "counters", "shape": shape, "recipe": recipe}
                 write({**head, "m": size, **record, **context(checked_device("cuda"))})
     return 0
 

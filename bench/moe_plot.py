@@ -91,5 +91,7 @@ def _times(
     series.append(Series("floor", floor, "ink", None, "2 4"))
     for name, us in peers.items():
         points = tuple(sorted((int(m), each) for m, each in us.items()))
+        if name not in PEERS:
+            raise SystemExit(f"peers.json: got {name!r}, must be one of {', '.join(PEERS)}")
         series.append(Series(name, points, *PEERS[name], None))
     return tuple(series)

@@ -1,5 +1,9 @@
 """The reader of Nsight Compute's report; running it needs a GPU."""
 
+import pytest
+
+from firesteel.errors import UnsupportedError
+
 REPORT = """==PROF== Connected to process 1
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
 "0","place_kernel","Duration","ns","4,500.5"
@@ -22,3 +26,9 @@ def test_no_report_is_no_record(counters) -> None:
 
 def test_every_field_has_a_metric_of_its_own(counters) -> None:
     assert len(set(counters.METRICS.values())) == len(counters.METRICS)
+
+
+def test_a_unit_that_is_not_known_is_refused(counters) -> None:
+    report = REPORT.replace('"ns","4,500.5"', '"nsecond","4,500.5"')
+    with pytest.raises(UnsupportedError, match=r"ncu: Duration is '4500.5' nsecond"):
+        list(counters.read_report(report.splitlines()))

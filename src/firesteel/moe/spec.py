@@ -331,9 +331,9 @@ def check_weights(name: str, stored: StoredWeights, k: int) -> None:
         )
     allowed = _GLOBAL_SCALES[element]
     if stored.global_scale not in allowed:
+        words = " or ".join(map(repr, allowed))
         raise UnsupportedError(
-            f"{name}.global_scale: got {stored.global_scale!r}, must be {' or '.join(allowed)} of "
-            f"{element}"
+            f"{name}.global_scale: got {stored.global_scale!r}, must be {words} of {element}"
         )
     if element in FP4_FORMATS:
         _check_fp4(name, stored, k)

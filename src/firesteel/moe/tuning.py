@@ -240,8 +240,8 @@ class TileTable:
                 )
         known = ", ".join(sorted({shape.recipe for shape in self.shapes}))
         raise UnsupportedError(
-            f"table {self.name}: has rows of {known or 'no recipe'}, must have some of {recipe} or "
-            f"{DEFAULT_RECIPE}"
+            f"table {self.name}: has rows of {known or 'no recipe'}, must have some of "
+            f"{' or '.join(dict.fromkeys((recipe, DEFAULT_RECIPE)))}"
         )
 
     def tiles(self, shape: Shape) -> LayerTiles:

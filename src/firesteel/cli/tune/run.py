@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -95,6 +96,14 @@ class TuneRequest:
             raise InvalidArgumentError(f"--out: got {self.out}, must end in .json")
         if not self.out.parent.is_dir():
             raise InvalidArgumentError(f"--out: {self.out.parent} must be a folder")
+        try:
+            # Now, not after minutes of measuring.
+            with tempfile.TemporaryFile(dir=self.out.parent):
+                pass
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"--out: {self.out.parent} cannot be written to: {error}"
+            ) from error
         if self.out.exists() and not self.merge:
             raise InvalidArgumentError(
                 f"--out: {self.out} exists; --merge replaces its rows of this shape and recipe"
