@@ -36,8 +36,9 @@ pytestmark = pytest.mark.compile
 TARGETS = ("sm_90", "sm_120")
 # Of a block, at most.
 SHARED_KIB = {"sm_90": 227, "sm_120": 99}
-# Spill some registers between row blocks, and none among products. They take the tiles that were
-# measured for groups of 128, which leave no register for the scales of more groups.
+# Rows for sm_90 that spill a few registers, none of them in a loop that multiplies: once a row
+# block, or once a program. The products take tiles that were measured for groups of 128, which
+# leave no register for the scales of more groups.
 SPILLING = (
     "gpt-oss-120b 14 down_wgmma_kernel",
     "int4-g32-asym-fp16 14 down_wgmma_kernel",
@@ -273,7 +274,8 @@ def test_the_budget_limits_each_row_and_lets_only_what_is_named_spill() -> None:
         keys = {name: key for name, (_, key) in _shipped(target).items()}
         for name, row in table.items():
             assert tuple(row) == LIMITED[: None if is_matrix(keys[name]) else -1]
-            assert (row["spilled_bytes"] > 0) == (name in SPILLING)
+            may_spill = target == "sm_90" and name in SPILLING
+            assert (row["spilled_bytes"] > 0) == may_spill, name
             assert row["shared_bytes"] <= 1024 * SHARED_KIB[target]
             # What any GPU may run has no more than the least of them.
             if "_wgmma_" not in name:
