@@ -74,27 +74,27 @@ def down_cases(draw: st.DrawFn) -> down.Case:
 
 
 @given(case=gate_up_cases())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_gate_up_stays_within_its_rounding_bound(case: gate_up.Case) -> None:
     gate_up.check(case, case.run_packed())
     gate_up.check(case, case.run(None))
 
 
 @given(case=gate_up_cases(), split_k=st.sampled_from((2, 3, 8)))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_split_sums_stay_within_their_rounding_bound(case: gate_up.Case, split_k: int) -> None:
     gate_up.check(case, case.run_split(split_k))
 
 
 @given(case=down_cases())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_down_stays_within_its_rounding_bound(case: down.Case) -> None:
     down.check(case, case.run_packed())
     torch.testing.assert_close(case.run(None), case.run_packed(), rtol=0, atol=0, equal_nan=True)
 
 
 @given(data=st.data(), exponent=st.integers(-60, 30), element=st.sampled_from(ELEMENTS))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_weights_of_any_size_stay_within_the_bound(
     data: st.DataObject, exponent: int, element: str
 ) -> None:

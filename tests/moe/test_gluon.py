@@ -136,14 +136,18 @@ def _activated(layer: Layer, tensors: dict[str, Tensor], ids: Tensor, spans: int
     return spec.activation(sums)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize(
     ("tile", "num_tokens"),
     [(STREAM, 1), (STREAM, 9), (WIDE_STREAM, 11), (WGMMA, 40), (LARGE, 150)],
     ids=["direct", "8", "16", "64", "128"],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_is_the_oracle_s(name: str, tile: Tile, num_tokens: int, early: bool) -> None:
+def test_a_layer_is_the_oracle_s(name: str, tile: Tile, num_tokens: int) -> None:
+    # When copies land is the same in all cases; each tile has cases of both.
+    _check(name, tile, num_tokens, early=list(CASES).index(name) % 2 == 1)
+
+
+def _check(name: str, tile: Tile, num_tokens: int, *, early: bool) -> None:
     layer = random_layer(CASES[name])
     spec = layer.spec
     generator = torch.Generator().manual_seed(num_tokens)
