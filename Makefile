@@ -20,7 +20,7 @@ NATIVE := setup.py $(wildcard src/firesteel/launch/*.c src/firesteel/launch/*.h)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-default test-interpret lint test-gpu bench clean
+.PHONY: help demo test test-host test-kernels lint test-gpu bench clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -49,16 +49,16 @@ demo: $(VENV)
 # Tests marked interpret and compile set up Triton for a whole process, so each gets its own.
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(VENV) $(HOST)/.installed
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-default test-interpret
-	$(BIN)/pytest -m compile
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-host test-kernels
+
+# Each keeps one core busy, for about as long.
+test-host:
+	$(BIN)/pytest
 	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
 
-# Each keeps one core busy.
-test-default:
-	$(BIN)/pytest
-
-test-interpret:
+test-kernels:
 	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe
+	$(BIN)/pytest -m compile
 
 lint: $(VENV)
 	$(BIN)/ruff format --check $(CODE)
