@@ -374,7 +374,7 @@ def test_ids_that_no_code_reads_make_no_key() -> None:
         (
             {"w13": replace(StoredWeights.fp4("nvfp4"), global_scale="none")},
             UnsupportedError,
-            "w13.global_scale: got 'none', must be multiplier or divisor of nvfp4",
+            "w13.global_scale: got 'none', must be 'multiplier' or 'divisor' of nvfp4",
         ),
         (
             {"w13": replace(StoredWeights.fp4("mxfp4"), group_size=64)},

@@ -84,7 +84,7 @@ def test_group_sizes_that_kernels_read(group_size: int):
         ({"scale": "e4m3"}, "scales are e4m3"),
         ({"has_group_index": True}, "gate and up: columns name their group (act-order)"),
         ({"group_size": 16}, "gate and up.group_size: got 16 for 256 columns"),
-        ({"global_scale": "divisor"}, "gate and up.global_scale: got 'divisor', must be none"),
+        ({"global_scale": "divisor"}, "gate and up.global_scale: got 'divisor', must be 'none'"),
         ({"n": 64}, "matrices are [64, 256], the layer's sizes give [128, 256]"),
     ],
 )
