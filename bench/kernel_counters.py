@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from firesteel.cli.bench.moe import sizes_of
 from firesteel.cli.bench.moe_inputs import random_call, random_weights
 from firesteel.cli.bench.records import context, writer
+from firesteel.cli.options import counts_of
 from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, device_target
 from firesteel.errors import FiresteelError, UnsupportedError
@@ -115,7 +115,8 @@ def main() -> int:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     try:
-        return report(given.shape, given.recipe, sizes_of(given.m), given.out, given.inside)
+        sizes = counts_of("--m", "token counts", given.m)
+        return report(given.shape, given.recipe, sizes, given.out, given.inside)
     except FiresteelError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -10,15 +10,17 @@ every result is compared with the float64 oracle.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 
+from firesteel.device import device_target
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from tests.moe.layers import random_layer
 from tests.moe.test_layer_gpu import CASES
 
-NAMES = ("g128", "g32-asym", "ragged", "biased-swiglu", "expert-map", "no-wgmma")
+NAMES = ("g128", "g32-asym", "ragged", "biased-swiglu", "expert-map", "no-wgmma", "mxfp4", "nvfp4")
 SIZES = (1, 3, 40, 200, 700)
 
 
@@ -27,7 +29,8 @@ def main() -> int:
     worst = 0.0
     for name in NAMES:
         layer = random_layer(CASES[name])
-        spec = layer.spec
+        most = layer.spec.for_target(device_target(torch.device("cuda", 0)))
+        spec = replace(most, wgmma=most.wgmma and layer.spec.wgmma)
         ready = prewarm(plan(spec, max(SIZES), flags={"ids": ["i64"]}))
         made = MoeLayer(ready, layer.tensors("cuda"), ready.arena())
         dtype = torch.bfloat16 if spec.dtype == "bf16" else torch.float16

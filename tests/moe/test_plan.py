@@ -283,6 +283,18 @@ def test_weights_that_hoppers_own_kernels_do_not_read_take_the_other_rows(change
     assert {"gate_up_stream_kernel", "down_wgmma_kernel"} < names
 
 
+@pytest.mark.parametrize("first", [0.0, 16.0])
+def test_a_tile_with_more_warps_than_rows_is_for_gated_layers_alone(first: float) -> None:
+    """64 columns are 128 rows of FC1, for 8 warps, but 64 where there are no up rows."""
+    tile = Tile(8 if first == 0 else 64, GateUp(64, 8, 3), False, Down(128, 1, 8, 3), is_wgmma=True)
+    rows = replace(GLM.tiles, wgmma=((first, math.inf, tile),)).rows(Shape(6144, 512, "int4-g128"))
+    spec = replace(GLM, table=replace(GLM.table, rows=rows))
+    kind = "stream" if tile.rows == 8 else "wgmma"
+    assert f"gate_up_{kind}_kernel" in {key.name for key in products_of(spec)}
+    plain = replace(spec, activation=Activation(name="relu2"))
+    assert {key.name for key in products_of(plain)} == {"gate_up_kernel", "down_kernel"}
+
+
 def test_fp4_takes_only_rows_that_were_measured_for_it() -> None:
     fp4 = StoredWeights.fp4("mxfp4")
     spec = replace(GLM, w13=fp4, w2=fp4)

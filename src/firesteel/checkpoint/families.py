@@ -18,14 +18,16 @@ __all__ = [
     "FAMILIES",
     "FUSED_TENSOR",
     "PARTS",
+    "PROJECTIONS",
     "Family",
     "Geometry",
     "family_of",
     "module_path",
 ]
 
-
-# The part of a matrix in its layer: 0 gate, 1 up, 2 down.
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The usual name of each part of an expert: 0 gate, 1 up, 2 down."""
+# The part of a matrix in its layer, by every name.
 PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 
 _EXPERTS = r"(?P<prefix>(?:.*\.)?layers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe)\.experts)"

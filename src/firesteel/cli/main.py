@@ -26,6 +26,7 @@ from firesteel.cli.options import (
     RecipeOption,
     TableOption,
     TpOption,
+    counts_of,
 )
 
 __all__ = ["app"]
@@ -284,7 +285,6 @@ def tune(
     Starts from --table and replaces a tile only by one that is faster by more than the noise. What
     is not tuned stays as it was. docs/tuning.md has the rules.
     """
-    from firesteel.cli.bench.moe import sizes_of
     from firesteel.cli.tune.run import TuneRequest, run
 
     request = TuneRequest(
@@ -292,7 +292,7 @@ def tune(
         merge=merge,
         shape=shape,
         recipe=recipe,
-        sizes=sizes_of(m),
+        sizes=counts_of("--m", "token counts", m),
         minutes=minutes,
         batch_invariant=batch_invariant,
         wgmma=wgmma,

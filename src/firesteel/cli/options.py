@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from firesteel.errors import InvalidArgumentError
 
 __all__ = [
     "BatchInvariantOption",
@@ -20,6 +23,8 @@ __all__ = [
     "RecipeOption",
     "TableOption",
     "TpOption",
+    "check_counts",
+    "counts_of",
 ]
 
 CheckpointArgument = Annotated[
@@ -75,3 +80,25 @@ TableOption = Annotated[
         "By default the one nearest to the GPU, and h200 where none is involved.",
     ),
 ]
+
+
+def counts_of(option: str, what: str, text: str) -> tuple[int, ...]:
+    """Counts from "1,8,64"; what they count is for the message.
+
+    Raises
+        InvalidArgumentError: they are none.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise InvalidArgumentError(f"{option}: got {text!r}, must be {what} with commas between")
+    return tuple(int(word) for word in words)
+
+
+def check_counts(option: str, what: str, counts: Sequence[int]) -> None:
+    """Refuse no counts, and one of 0.
+
+    Raises
+        InvalidArgumentError: they are such.
+    """
+    if not counts or min(counts) < 1:
+        raise InvalidArgumentError(f"{option}: got {list(counts)}, must be {what} from 1")

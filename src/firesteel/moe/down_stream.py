@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.down_wgmma import add_and_store
+from firesteel.moe.epilogue import add_and_store
 from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
 from firesteel.moe.stream import begin, stream_products, x_layout
 from firesteel.moe.tile import find_tile

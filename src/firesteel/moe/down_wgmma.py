@@ -9,28 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.pipeline import copy_layout, row_layout, store_rows, words_of_rows
-from firesteel.moe.tile import fp4_unit
+from firesteel.moe.epilogue import add_and_store
+from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
 from firesteel.moe.wgmma import products, start
 
 __all__ = ["down_wgmma_kernel"]
-
-
-@gluon.jit
-def add_and_store(
-    acc, global_scale_ptr, bias_ptr, route_ids_ptr, y_ptr, expert, first, num_rows, column,
-    START: gl.constexpr, K: gl.constexpr, ELEMENT: gl.constexpr, DIVIDES: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Rows of y from products `[rows of w2, routes]` of routes START.. of a tile."""
-    dtype: gl.constexpr = y_ptr.dtype.element_ty
-    if ELEMENT != "int4":
-        acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
-    if bias_ptr is not None:
-        bias_ptr += expert * K
-        k = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
-        acc += gl.load(bias_ptr + k, mask=k < K, other=0.0).to(gl.float32)[:, None]
-    store_rows(acc.to(dtype), y_ptr, route_ids_ptr, first, num_rows, column, START, K, WARPS)
 
 
 @gluon.jit
@@ -63,18 +46,7 @@ def down_tile(
         zeros_ptrs, scale_row,
     )  # fmt: skip
     shared, now, a0 = start(
-        source,
-        N,
-        K,
-        1,
-        GROUP_SIZE,
-        BLOCK_N,
-        SPAN,
-        BLOCK_M,
-        ROUTES,
-        STAGES,
-        WARPS,
-        ELEMENT,
+        source, N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, ROUTES, STAGES, WARPS, ELEMENT
     )
     for span in range(gl.minimum(SPAN, (K - column + BLOCK_N - 1) // BLOCK_N)):
         acc, rest, now, a0 = products(

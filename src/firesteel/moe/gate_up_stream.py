@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 """FC1 of the MoE layer in Gluon where experts have few rows; `gate_up_kernel` is its twin."""
 
 from triton.experimental import gluon
@@ -10,33 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.gate_up_wgmma import act_and_store
+from firesteel.moe.epilogue import act_and_store, store_sums
 from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
 from firesteel.moe.stream import begin, stream_products, x_layout
-from firesteel.moe.tile import find_tile, fp4_unit
+from firesteel.moe.tile import find_tile
 
 __all__ = ["gate_up_stream_kernel"]
-
-
-@gluon.jit
-def store_sums(
-    acc, global_scale_ptr, partials_ptr, x_ptr, expert, first, num_rows,
-    N: gl.constexpr, PARTS: gl.constexpr, ELEMENT: gl.constexpr, DIVIDES: gl.constexpr,
-):  # fmt: skip
-    """Sums of a span, before the activation, at their places in partials `[R, PARTS * N]`."""
-    ROWS: gl.constexpr = acc.shape[0]
-    q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
-    m = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    if ELEMENT != "int4":
-        dtype: gl.constexpr = x_ptr.dtype.element_ty
-        unit = fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
-        other = unit
-        if PARTS == 2:
-            other = fp4_unit(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
-        acc *= gl.where(q // 8 % PARTS == 0, unit, other)[:, None]
-    n = gl.program_id(0) * (ROWS // PARTS) + q // (8 * PARTS) * 8 + q % 8
-    places = (first + m).to(gl.int64)[None, :] * (PARTS * N) + (q // 8 % PARTS * N + n)[:, None]
-    gl.store(partials_ptr + places, acc, mask=(m < num_rows)[None, :] & (n < N)[:, None])
 
 
 @gluon.jit(

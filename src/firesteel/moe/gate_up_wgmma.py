@@ -10,50 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.gate_up import in_units
-from firesteel.moe.pipeline import copy_layout, row_layout, store_rows, words_of_rows
-from firesteel.moe.tile import activate
+from firesteel.moe.epilogue import act_and_store
+from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
 from firesteel.moe.wgmma import products, start
 
 __all__ = ["gate_up_wgmma_kernel"]
-
-
-@gluon.jit
-def act_and_store(
-    acc, global_scale_ptr, bias_ptr, topk_weights_ptr, route_ids_ptr, hidden_ptr, expert, first,
-    num_rows, START: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, ELEMENT: gl.constexpr,
-    DIVIDES: gl.constexpr, ACTIVATION: gl.constexpr,
-    LIMIT: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """Rows of hidden from products `[PARTS * BLOCK_N, routes]` of routes START.. of a tile."""
-    ROUTES: gl.constexpr = acc.shape[1]
-    gate, up = acc, acc
-    if PARTS == 2:
-        # 8 gate rows, then their 8 up rows: a thread has both.
-        parts = gl.reshape(acc, [BLOCK_N // 8, 2, 8, ROUTES])
-        gate, up = gl.split(gl.permute(parts, (0, 2, 3, 1)))
-        gate = gl.reshape(gate, [BLOCK_N, ROUTES])
-        up = gl.reshape(up, [BLOCK_N, ROUTES])
-    dtype: gl.constexpr = hidden_ptr.dtype.element_ty
-    gate, up = in_units(gate, up, global_scale_ptr, expert, dtype, PARTS, ELEMENT, DIVIDES)
-    if topk_weights_ptr is not None:
-        m = START + gl.arange(0, ROUTES, layout=gl.SliceLayout(0, gate.type.layout))
-        routes = first + m
-        if route_ids_ptr is not None:
-            routes = gl.load(route_ids_ptr + routes, mask=m < num_rows, other=0)
-        weight = gl.load(topk_weights_ptr + routes, mask=m < num_rows, other=0.0).to(gl.float32)
-        gate = gate * weight[None, :]
-        up = up * weight[None, :]
-    column = gl.program_id(0) * BLOCK_N
-    if bias_ptr is not None:
-        bias_ptr += expert * (PARTS * N)
-        n = column + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gate.type.layout))
-        gate += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-        if PARTS == 2:
-            up += gl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    acted = activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA).to(dtype)
-    store_rows(acted, hidden_ptr, None, first, num_rows, column, START, N, WARPS)
 
 
 @gluon.jit

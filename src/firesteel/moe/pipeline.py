@@ -3,7 +3,7 @@
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005
-"""What the Gluon kernels share: weights to shared memory and on to registers, results to rows."""
+"""What the Gluon kernels share: weights to shared memory, and from there to registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,6 @@ __all__ = [
     "copy_layout",
     "fp4_of_plane",
     "row_layout",
-    "store_rows",
     "words_of_rows",
 ]
 
@@ -173,36 +172,3 @@ def copy_block(
                 zeros[span].index(slot), zeros_ptrs[0] + place, mask=is_scale
             )
     async_copy.commit_group()
-
-
-@gluon.constexpr_function
-def store_layout(WIDTH, WARPS):
-    """Of rows of so many 16-bit numbers: 16 bytes a thread."""
-    threads = min(WIDTH // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [WARPS, 1], [1, 0])
-
-
-@gluon.jit
-def store_rows(
-    tile, out_ptr, route_ids_ptr, first, num_rows, column, START: gl.constexpr,
-    STRIDE: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Store `tile` `[columns, routes]`, routes START.. of a program's, a route a row of out.
-
-    A route's row is its id, or its place where route_ids_ptr is None; rows lie STRIDE apart.
-    """
-    WIDTH: gl.constexpr = tile.shape[0]
-    ROUTES: gl.constexpr = tile.shape[1]
-    shared_l: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    row_l: gl.constexpr = store_layout(WIDTH, WARPS)
-    turned = gl.allocate_shared_memory(tile.dtype, [ROUTES, WIDTH], shared_l)
-    turned.store(gl.permute(tile, (1, 0)))
-    m = START + gl.arange(0, ROUTES, layout=gl.SliceLayout(1, row_l))
-    rows = (first + m).to(gl.int64)
-    if route_ids_ptr is not None:
-        rows = gl.load(route_ids_ptr + rows, mask=m < num_rows, other=0).to(gl.int64)
-    n = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, row_l))
-    mask = (m < num_rows)[:, None]
-    if STRIDE % WIDTH != 0:
-        mask = mask & (n < STRIDE)[None, :]
-    gl.store(out_ptr + rows[:, None] * STRIDE + n[None, :], turned.load(row_l), mask=mask)

@@ -40,16 +40,23 @@ if TYPE_CHECKING:
     from firesteel.moe.spec import MoeSpec
     from firesteel.moe.tuning import Tile
 
-__all__ = ["KERNELS", "has_wgmma", "num_blocks", "select", "tile_of", "workspace"]
+__all__ = [
+    "KERNELS",
+    "has_wgmma",
+    "hopper_tile",
+    "is_direct",
+    "num_blocks",
+    "select",
+    "tile_of",
+    "workspace",
+]
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
 SCATTER = Kernel(scatter_kernel)
 COMBINE = Kernel(combine_kernel)
 
-
 KERNELS = (COUNT, PLACE, SCATTER, *PRODUCT_KERNELS, COMBINE)
-
 
 MAX_HISTOGRAM = 4096
 """Most routes that one program counts by itself."""
@@ -68,16 +75,29 @@ def tile_of(spec: MoeSpec, num_routes: int) -> Tile:
     """The tile of so many sorted routes."""
     if spec.batch_invariant:
         return spec.tiles.batch_invariant
-    each = num_routes / spec.num_experts
-    found = spec.tiles.of_wgmma(each) if has_wgmma(spec) else None
-    return found or spec.tiles.of_sorted(each)
+    tile = hopper_tile(spec, num_routes)
+    return tile or spec.tiles.of_sorted(num_routes / spec.num_experts)
 
 
 def _direct_tile(spec: MoeSpec, num_routes: int) -> Tile:
     """The tile of so many routes that are not sorted."""
-    found = spec.tiles.of_wgmma(num_routes / spec.num_experts) if has_wgmma(spec) else None
+    tile = hopper_tile(spec, num_routes)
     # Of Hopper's own kernels those of larger tiles take sorted routes only.
-    return found if found and found.rows <= STREAM_ROWS else spec.tiles.direct
+    return tile if tile and tile.rows <= STREAM_ROWS else spec.tiles.direct
+
+
+def hopper_tile(spec: MoeSpec, num_routes: int) -> Tile | None:
+    """The tile of so many routes on Hopper's own kernels; None where others take them.
+
+    A tile that was measured for a layer with gate and up rows may have more warps than FC1 of one
+    without has rows for.
+    """
+    if not has_wgmma(spec):
+        return None
+    tile = spec.tiles.of_wgmma(num_routes / spec.num_experts)
+    if tile and 16 * tile.gate_up.warps > spec.num_parts * tile.gate_up.columns:
+        return None
+    return tile
 
 
 def has_wgmma(spec: MoeSpec) -> bool:

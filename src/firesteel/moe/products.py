@@ -5,8 +5,9 @@ Which tile they have, `firesteel.moe.plan` says, from the spec's table.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from firesteel.launch.binary import has_gluon
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
@@ -32,31 +33,48 @@ __all__ = [
     "split_k",
 ]
 
-GATE_UP = Kernel(gate_up_kernel)
-ACTIVATE = Kernel(activate_kernel)
-DOWN = Kernel(down_kernel)
+
+class Product(NamedTuple):
+    """The kernels of FC1 or FC2; where Triton has no Gluon there is but the first.
+
+    Fields
+        portable  of every GPU
+        stream    Hopper's own of tiles of few rows
+        wgmma     and of many, whose routes are sorted
+    """
+
+    portable: Kernel
+    stream: Kernel | None = None
+    wgmma: Kernel | None = None
 
 
-def _hopper_kernels() -> tuple[Kernel, ...]:
-    """FC1 and FC2 in Gluon; none where Triton has not that."""
+def _products() -> tuple[Product, Product]:
+    """FC1 and FC2."""
+    gate_up, down = Product(Kernel(gate_up_kernel)), Product(Kernel(down_kernel))
     if not has_gluon():
-        return ()
+        return gate_up, down
     from firesteel.moe.down_stream import down_stream_kernel
     from firesteel.moe.down_wgmma import down_wgmma_kernel
     from firesteel.moe.gate_up_stream import gate_up_stream_kernel
     from firesteel.moe.gate_up_wgmma import gate_up_wgmma_kernel
 
     return (
-        Kernel(gate_up_stream_kernel),
-        Kernel(down_stream_kernel),
-        Kernel(gate_up_wgmma_kernel, target="sm_90"),
-        Kernel(down_wgmma_kernel, target="sm_90"),
+        gate_up._replace(
+            stream=Kernel(gate_up_stream_kernel),
+            wgmma=Kernel(gate_up_wgmma_kernel, target="sm_90"),
+        ),
+        down._replace(
+            stream=Kernel(down_stream_kernel),
+            wgmma=Kernel(down_wgmma_kernel, target="sm_90"),
+        ),
     )
 
 
-HOPPER = _hopper_kernels()
-"""FC1 and FC2 of tiles of few rows, then of many."""
-PRODUCT_KERNELS = (GATE_UP, ACTIVATE, DOWN, *HOPPER)
+GATE_UP, DOWN = _products()
+ACTIVATE = Kernel(activate_kernel)
+HOPPER = tuple(each for each in (*GATE_UP[1:], *DOWN[1:]) if each is not None)
+"""Hopper's own kernels; none where Triton has no Gluon."""
+PRODUCT_KERNELS = (GATE_UP.portable, ACTIVATE, DOWN.portable, *HOPPER)
 
 STREAM_ROWS = 16
 """Most routes of a tile whose products are `mma.sync`, where the tile is one of Hopper's."""
@@ -67,6 +85,14 @@ BLOCK_ACTIVATE = 512
 TABLES = ("route_ids", "expert_offsets", "block_expert", "block_row", "num_blocks")
 """What `place` makes for the products."""
 
+# Parameters that kernels in Gluon have not, and those of sorted routes alone have not either.
+_PORTABLE = frozenset(("JOINT", "PAIRS"))
+_DIRECT = frozenset(
+    ("topk_ids_ptr", "expert_map_ptr", "partials_ptr", "R", "E", "NUM_GLOBAL", "SPLIT_K")
+)
+
+T = TypeVar("T")
+
 
 def split_k(spec: MoeSpec) -> int:
     """Spans of K that direct programs of FC1 share; 1 where K is short."""
@@ -76,8 +102,6 @@ def split_k(spec: MoeSpec) -> int:
 
 def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
     """FC1 and the activation; sums alone where they are split. With ids each route is a tile."""
-    if tile.is_wgmma and tile.rows > STREAM_ROWS:
-        return _gate_up_wgmma(spec, tile, tiles)
     spans = split_k(spec) if ids else 1
     is_split = spans > 1
     # What is left to `activate` is absent here.
@@ -101,13 +125,9 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
         "BLOCK_M": tile.rows,
         "BLOCK_N": columns,
         "SPLIT_K": spans,
+        "JOINT": tile.is_joint,
+        "PAIRS": True,
     }
-    if tile.is_wgmma:
-        kernel, constexprs = HOPPER[0], {**constexprs, "STAGES": stages, "WARPS": warps}
-        key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
-    else:
-        kernel, constexprs = GATE_UP, {**constexprs, "JOINT": tile.is_joint, "PAIRS": True}
-        key = kernel.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "x_ptr": "x",
         **_weights(stored, "w13"),
@@ -119,7 +139,7 @@ def gate_up(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int)
     if weighs:
         arguments["topk_weights_ptr"] = "topk_weights"
     grid = (-(-spec.intermediate_size // columns), tiles, spans)
-    return kernel.launch(key, grid, arguments)
+    return _launch(GATE_UP, tile, types, constexprs, arguments, grid, warps=warps, stages=stages)
 
 
 def activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
@@ -160,8 +180,6 @@ def activate(spec: MoeSpec, ids: str, routes: int) -> Launch:
 
 def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) -> Launch:
     """FC2. With ids each route is a tile."""
-    if tile.is_wgmma and tile.rows > STREAM_ROWS:
-        return _down_wgmma(spec, tile, tiles)
     types: dict[str, str | None] = {
         "hidden_ptr": f"*{spec.dtype}",
         **_weight_types(spec, spec.w2),
@@ -175,13 +193,8 @@ def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) ->
         "BLOCK_M": tile.rows,
         "BLOCK_N": rows,
         "SPAN": span,
+        "PAIRS": True,
     }
-    if tile.is_wgmma:
-        kernel, constexprs = HOPPER[1], {**constexprs, "STAGES": stages, "WARPS": warps}
-        key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
-    else:
-        kernel, constexprs = DOWN, {**constexprs, "PAIRS": True}
-        key = kernel.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=spec.pdl)
     arguments: dict[str, Argument] = {
         "hidden_ptr": "hidden",
         **_weights(spec.w2, "w2"),
@@ -189,78 +202,38 @@ def down(spec: MoeSpec, ids: str | None, tile: Tile, routes: int, tiles: int) ->
         "y_ptr": "y",
         "R": routes,
     }
-    return kernel.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
+    grid = (-(-spec.hidden_size // (rows * span)), tiles, 1)
+    return _launch(DOWN, tile, types, constexprs, arguments, grid, warps=warps, stages=stages)
 
 
-def _gate_up_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
-    columns, warps, stages = tile.gate_up
-    types: dict[str, str | None] = {
-        "x_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, spec.w13),
-        "topk_weights_ptr": "*fp32" if spec.weight_on_input else None,
-        **{f"{name}_ptr": "*i32" for name in TABLES},
-        "hidden_ptr": f"*{spec.dtype}",
-        "stride_x": "i64",
-    }
-    constexprs = {
-        "K": spec.hidden_size,
-        "N": spec.intermediate_size,
-        "TOP_K": spec.top_k,
-        "ELEMENT": spec.w13.element,
-        "GROUP_SIZE": spec.w13.group_size,
-        "DIVIDES": _divides(spec.w13),
-        **_activation(spec),
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": columns,
-        "STAGES": stages,
-        "WARPS": warps,
-        "PDL": spec.pdl,
-    }
-    kernel = HOPPER[2]
-    key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
-    arguments: dict[str, Argument] = {
-        "x_ptr": "x",
-        **_weights(spec.w13, "w13"),
-        **_tile(spec, None),
-        "hidden_ptr": "hidden",
-        "stride_x": Stride("x"),
-    }
-    if spec.weight_on_input:
-        arguments["topk_weights_ptr"] = "topk_weights"
-    grid = (-(-spec.intermediate_size // columns), tiles, 1)
-    return kernel.launch(key, grid, arguments)
+def _launch(
+    product: Product,
+    tile: Tile,
+    types: Mapping[str, str | None],
+    constexprs: Mapping[str, Constexpr],
+    arguments: Mapping[str, Argument],
+    grid: tuple[int, int, int],
+    *,
+    warps: int,
+    stages: int,
+) -> Launch:
+    """The launch of a tile's kernel of a product."""
+    pdl = bool(constexprs["PDL"])
+    if not tile.is_wgmma:
+        kernel = product.portable
+        key = kernel.key(types, constexprs, num_warps=warps, num_stages=stages, pdl=pdl)
+        return kernel.launch(key, grid, arguments)
+    kernel, absent = product.stream, _PORTABLE
+    if tile.rows > STREAM_ROWS:
+        kernel, absent = product.wgmma, _PORTABLE | _DIRECT
+    assert kernel is not None
+    constexprs = {**_without(constexprs, absent), "STAGES": stages, "WARPS": warps}
+    key = kernel.key(_without(types, absent), constexprs, num_warps=warps, pdl=pdl)
+    return kernel.launch(key, grid, _without(arguments, absent))
 
 
-def _down_wgmma(spec: MoeSpec, tile: Tile, tiles: int) -> Launch:
-    rows, span, warps, stages = tile.down
-    types: dict[str, str | None] = {
-        "hidden_ptr": f"*{spec.dtype}",
-        **_weight_types(spec, spec.w2),
-        **{f"{name}_ptr": "*i32" for name in TABLES},
-        "y_ptr": f"*{spec.dtype}",
-    }
-    constexprs = {
-        "K": spec.hidden_size,
-        "N": spec.intermediate_size,
-        "ELEMENT": spec.w2.element,
-        "GROUP_SIZE": spec.w2.group_size,
-        "DIVIDES": _divides(spec.w2),
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": rows,
-        "SPAN": span,
-        "STAGES": stages,
-        "WARPS": warps,
-        "PDL": spec.pdl,
-    }
-    kernel = HOPPER[3]
-    key = kernel.key(types, constexprs, num_warps=warps, pdl=spec.pdl)
-    arguments: dict[str, Argument] = {
-        "hidden_ptr": "hidden",
-        **_weights(spec.w2, "w2"),
-        **_tile(spec, None),
-        "y_ptr": "y",
-    }
-    return kernel.launch(key, (-(-spec.hidden_size // (rows * span)), tiles, 1), arguments)
+def _without(found: Mapping[str, T], names: frozenset[str]) -> dict[str, T]:
+    return {name: value for name, value in found.items() if name not in names}
 
 
 def _sizes(spec: MoeSpec, stored: StoredWeights, ids: str | None) -> dict[str, Constexpr]:

@@ -104,6 +104,7 @@ def stream_products(
     WARPS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """W x^T of turns first..end, `[ROWS, BLOCK_M]` fp32; copies run on towards turn `last`."""
+    gl.static_assert(ROWS % (16 * WARPS) == 0)
     xs, words, scales, zeros = shared
     sum_l: gl.constexpr = sum_layout(WARPS)
     words_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_l, k_width=2)

@@ -108,6 +108,7 @@ def start(
     source is as `copy_block` has it, x_ptrs `[BLOCK_M, 32]`.
     """
     gl.static_assert(STAGES >= 3)
+    gl.static_assert(ROWS % (16 * WARPS) == 0)
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE
     dtype: gl.constexpr = source[0].dtype.element_ty
     plane_s: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from firesteel.cli.bench import decode
-from firesteel.cli.bench.decode import DecodeRequest, batches_of, relative_difference, tolerance
+from firesteel.cli.bench.decode import DecodeRequest, relative_difference, tolerance
 from firesteel.cli.bench.decoder import Decoder, step_us
 from firesteel.cli.bench.expand import expand_model
 from firesteel.cli.bench.stacks import stack_config, write_stack
+from firesteel.cli.options import counts_of
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.transformers import load_model
 from tests.cli.command import assert_error, invoke
@@ -157,7 +158,7 @@ def test_options_are_checked_first(options: dict, words: str):
 
 
 def test_batches_are_numbers():
-    assert batches_of("1, 8,64") == (1, 8, 64)
+    assert counts_of("--batch", "sequences", "1, 8,64") == (1, 8, 64)
     assert_error(invoke("bench", "decode", "--batch", "1,x"), "--batch: got '1,x'")
     assert_error(invoke("bench", "decode", "--model", "x"), "--model: got 'x'", "qwen3-30b-a3b")
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from firesteel.cli.bench.moe import BANDWIDTH, MoeRequest, floor_us, run, sizes_of
+from firesteel.cli.bench.moe import BANDWIDTH, MoeRequest, floor_us, run
 from firesteel.cli.bench.moe_inputs import random_call, random_weights
 from firesteel.cli.bench.moe_torch import dense_weights, layer_in_float64
+from firesteel.cli.options import counts_of
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
@@ -88,7 +89,7 @@ def test_zipf_prefers_the_first_experts() -> None:
 @pytest.mark.parametrize("text", ["", "1,,2", "a", "1,-2", "1.5", "1,0"])
 def test_wrong_sizes_are_named(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="--m: got"):
-        MoeRequest(sizes=sizes_of(text))
+        MoeRequest(sizes=counts_of("--m", "token counts", text))
 
 
 def test_a_cpu_is_refused(tmp_path: Path) -> None:

@@ -1,14 +1,11 @@
 """What `firesteel tune` times: that every candidate fits its layer, and that none is left out."""
 
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import pytest
 
 from firesteel.cli.tune.candidates import (
-    BOTH_FIELDS,
-    DOWN_FIELDS,
-    GATE_UP_FIELDS,
-    MODE_FIELDS,
     Candidate,
     Job,
     groups_of,
@@ -43,10 +40,22 @@ SPECS = {
 }
 
 
-def test_each_field_of_a_tile_belongs_to_one_product() -> None:
-    """A field that is new must be among the options of one or both, or it would not be tuned."""
-    known = (*MODE_FIELDS, *BOTH_FIELDS, *GATE_UP_FIELDS, *DOWN_FIELDS)
-    assert sorted(known) == sorted(field.name for field in fields(Tile))
+def test_each_field_of_a_tile_is_tuned() -> None:
+    """A field that is new must have candidates that differ in it, and FC2 of one joins FC1's."""
+    tiles = [
+        candidate.tile
+        for job in jobs_of(GLM, (1, 1024))
+        for group in groups_of(GLM, job, SHARED)
+        for candidate in group.all
+    ]
+    for field in fields(Tile):
+        values = {getattr(tile, field.name) for tile in tiles}
+        assert len(values) > 1, field.name
+        if field.name in ("gate_up", "down"):
+            for each in zip(*values, strict=True):
+                assert len(set(each)) > 1, field.name
+    for first, second in pairwise(dict.fromkeys(tiles)):
+        assert join(Candidate(first), Candidate(second)).tile == replace(first, down=second.down)
 
 
 def test_direct_counts_share_a_tile_and_others_have_their_own() -> None:

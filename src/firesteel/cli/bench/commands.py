@@ -18,6 +18,7 @@ from firesteel.cli.options import (
     RecipeOption,
     TableOption,
     TpOption,
+    counts_of,
 )
 
 __all__ = ["bench"]
@@ -147,12 +148,12 @@ def moe(
     out: OutOption = None,
 ) -> None:
     """A whole MoE layer on a GPU, against its floor and torch's bf16 grouped products."""
-    from firesteel.cli.bench.moe import MoeRequest, run, sizes_of
+    from firesteel.cli.bench.moe import MoeRequest, run
 
     request = MoeRequest(
         shape=shape,
         recipe=recipe,
-        sizes=sizes_of(m),
+        sizes=counts_of("--m", "token counts", m),
         routing=routing,
         batch_invariant=batch_invariant,
         baseline=baseline,
@@ -184,13 +185,13 @@ def decode(
 
     Eager, and on a GPU as a CUDA graph too.
     """
-    from firesteel.cli.bench.decode import DecodeRequest, batches_of, run
+    from firesteel.cli.bench.decode import DecodeRequest, run
 
     request = DecodeRequest(
         model=model,
         layers=layers,
         recipe=recipe,
-        batches=batches_of(batch),
+        batches=counts_of("--batch", "numbers of sequences", batch),
         context=context,
         steps=steps,
         repeats=repeats,

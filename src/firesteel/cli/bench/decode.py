@@ -25,6 +25,7 @@ from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.stacks import stack_config, write_stack
 from firesteel.cli.console import stdout, table
 from firesteel.cli.host import quiet_host, require_host
+from firesteel.cli.options import check_counts
 from firesteel.device import checked_device, default_device
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from firesteel.integrations.transformers import LoadReport
 
-__all__ = ["DecodeRequest", "batches_of", "relative_difference", "run", "tolerance"]
+__all__ = ["DecodeRequest", "relative_difference", "run", "tolerance"]
 
 FIRESTEEL, NONE = "firesteel", "none"
 REFERENCE = "grouped_mm"
@@ -72,10 +73,7 @@ class DecodeRequest:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            raise InvalidArgumentError(
-                f"--batch: got {list(self.batches)}, must be numbers of sequences from 1"
-            )
+        check_counts("--batch", "numbers of sequences", self.batches)
         for name in ("context", "steps", "repeats"):
             if getattr(self, name) < 1:
                 raise InvalidArgumentError(
@@ -85,20 +83,6 @@ class DecodeRequest:
             raise InvalidArgumentError(
                 f"--steps: got {self.steps}, must be at most --context {self.context}"
             )
-
-
-def batches_of(text: str) -> tuple[int, ...]:
-    """Numbers of sequences from "1,8,64".
-
-    Raises
-        InvalidArgumentError: they are none.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() for word in words):
-        raise InvalidArgumentError(
-            f"--batch: got {text!r}, must be numbers of sequences with commas between"
-        )
-    return tuple(int(word) for word in words)
 
 
 def tolerance(layers: int) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from firesteel.cli.bench.moe_inputs import random_call, random_weights, routings_of
 from firesteel.cli.bench.moe_torch import (
+    MAX_ERROR,
     TorchLayer,
     dense_weights,
     first_tokens_in_float64,
@@ -26,6 +27,7 @@ from firesteel.cli.bench.moe_torch import (
 from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
+from firesteel.cli.options import check_counts
 from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, default_device, device_target
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
@@ -34,11 +36,10 @@ from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning_file import table_of_device
 
-__all__ = ["MoeRequest", "floor_us", "run", "sizes_of"]
+__all__ = ["MoeRequest", "floor_us", "run"]
 
 # What an H200 reaches: bytes a second of a copy, and bf16 operations a second of a product.
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
-MAX_ERROR = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +65,9 @@ class MoeRequest:
     table: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1:
-            raise InvalidArgumentError(f"--m: got {list(self.sizes)}, must be token counts from 1")
+        check_counts("--m", "token counts", self.sizes)
         if self.routing not in ("uniform", "zipf"):
             raise InvalidArgumentError(f"--routing: got {self.routing!r}, must be uniform or zipf")
-
-
-def sizes_of(text: str) -> tuple[int, ...]:
-    """Token counts from "1,8,64".
-
-    Raises
-        InvalidArgumentError: they are none.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() for word in words):
-        raise InvalidArgumentError(f"--m: got {text!r}, must be token counts with commas between")
-    return tuple(int(word) for word in words)
 
 
 def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:

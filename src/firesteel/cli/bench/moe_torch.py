@@ -14,12 +14,16 @@ from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import MoeSpec
 
 __all__ = [
+    "MAX_ERROR",
     "TorchLayer",
     "dense_weights",
     "first_tokens_in_float64",
     "layer_in_float64",
     "relative_error",
 ]
+
+MAX_ERROR = 0.02
+"""`relative_error` that a right layer keeps below: several times what rounding to bf16 gives."""
 
 _CHECKED_TOKENS = 4
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firesteel.checkpoint.families import Geometry, family_of
+from firesteel.checkpoint.families import PROJECTIONS, Geometry, family_of
 from firesteel.cli.bench.synthetic import SHAPES, Shape, Shards
 from firesteel.errors import InvalidArgumentError
 from firesteel.formats.quantize import parse_recipe, quantize_matrix
@@ -25,7 +25,6 @@ from firesteel.formats.registry import format_named
 __all__ = ["STACKS", "stack_config", "write_stack"]
 
 _IGNORE = ("re:.*self_attn.*", "re:.*mlp[.]gate$", "re:.*shared_experts.*", "lm_head")
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_GAIN = 2.0
 _DRAWN = 8
 """Matrices of each projection that are drawn and rounded."""
@@ -146,7 +145,7 @@ def write_stack(folder: Path, config: dict[str, Any], recipe: str) -> None:
     generator = torch.Generator().manual_seed(0)
     # [3][_DRAWN]: the stored tensors of each drawn matrix.
     drawn: list[list[dict[str, Tensor]]] = []
-    for part in range(len(_PROJECTIONS)):
+    for part in range(len(PROJECTIONS)):
         drawn.append([])
         for _ in range(min(_DRAWN, geometry.num_experts)):
             weight = _normal(geometry.shape(part), generator, _EXPERT_GAIN)
@@ -167,7 +166,7 @@ def _experts(
 ) -> dict[str, Tensor]:
     """The stored tensors of a layer's experts; a layer starts at another variant than the last."""
     tensors: dict[str, Tensor] = {}
-    for part, name in enumerate(_PROJECTIONS):
+    for part, name in enumerate(PROJECTIONS):
         n, _ = geometry.shape(part)
         num_drawn = len(drawn[part])
         assert n // _ROWS * num_drawn >= geometry.num_experts

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from firesteel.checkpoint.families import PROJECTIONS
 from firesteel.formats.base import SCALE_DTYPES, QuantizedMatrix, Scheme
 from firesteel.formats.packed import packed_bytes
 from firesteel.formats.quantize import parse_recipe
@@ -25,7 +26,6 @@ __all__ = ["SHAPES", "Shape", "Shards", "write_checkpoint", "write_plain_checkpo
 
 _WEIGHT_STD = 0.02
 _IGNORE = ("re:.*self_attn.*", "re:.*mlp[.]gate$", "lm_head")
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, shape: Shape, recipe: str = "int4-g128") -> i
         nonlocal total
         tensors: dict[str, Tensor] = {}
         for expert in range(shape.num_experts):
-            for name in _PROJECTIONS:
+            for name in PROJECTIONS:
                 scheme = parsed.scheme(*shape.projection(name), torch.bfloat16)
                 stored = format_named(scheme.format).pack(scheme, _matrix(scheme, generator))
                 prefix = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
@@ -125,7 +125,7 @@ def write_plain_checkpoint(folder: Path, shape: Shape) -> None:
                 generator, *shape.projection(name)
             )
             for expert in range(shape.num_experts)
-            for name in _PROJECTIONS
+            for name in PROJECTIONS
         }
 
     _write(folder, shape, shape.config(), experts)

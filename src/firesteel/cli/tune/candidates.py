@@ -1,7 +1,7 @@
 """The candidates that `firesteel tune` times: which tiles there are to choose from, in one place.
 
-FC1 and FC2 share the rows of a tile (and BOTH_OPTIONS). So for each number of rows the candidates
-of FC1 are timed beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
+FC1 and FC2 share the rows of a tile. So for each number of rows the candidates of FC1 are timed
+beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
 
 Sorted routes have two jobs where Hopper's own kernels read the weights: of the kernels that every
 GPU runs, then of those, which must beat the best of the first.
@@ -9,14 +9,13 @@ GPU runs, then of those, which must beat the best of the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 from firesteel.cli.tune import wgmma
 from firesteel.cli.tune.wgmma import MAX_ACCUMULATORS, MIN_ROUTES
-from firesteel.moe.plan import has_wgmma, is_direct
+from firesteel.moe.plan import has_wgmma, hopper_tile, is_direct
 from firesteel.moe.products import split_k
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning import (
@@ -33,10 +32,6 @@ from firesteel.moe.tuning import (
 )
 
 __all__ = [
-    "BOTH_FIELDS",
-    "DOWN_FIELDS",
-    "GATE_UP_FIELDS",
-    "MODE_FIELDS",
     "Candidate",
     "Group",
     "Job",
@@ -49,24 +44,15 @@ __all__ = [
     "with_candidate",
 ]
 
-# Values to time of a tile's fields, by the products that they are of; each with each.
+# Values to time, each with each, the likely ones first.
 ROWS = (8, 16, 32, 64, 128)
-BOTH_OPTIONS: dict[str, tuple[object, ...]] = {}
-GATE_UP_OPTIONS: dict[str, tuple[object, ...]] = {"is_joint": (False, True)}
-DOWN_OPTIONS: dict[str, tuple[object, ...]] = {}
-
 GATE_UP_COLUMNS = (64, 128)
+GATE_UP_JOINT = (False, True)
 GATE_UP_WARPS_STAGES = ((4, 3), (4, 4), (8, 3), (4, 2), (8, 4), (8, 2))
 SPLITS = (4, 2, 8, 1)
 DOWN_ROWS = (64, 128)
 DOWN_SPANS = (4, 2, 8, 1)
 DOWN_WARPS_STAGES = ((4, 3), (8, 3), (2, 3), (4, 4), (4, 2))
-
-MODE_FIELDS = ("is_wgmma",)
-"""Fields that the mode of a job says."""
-BOTH_FIELDS = ("rows", *BOTH_OPTIONS)
-GATE_UP_FIELDS = ("gate_up", *GATE_UP_OPTIONS)
-DOWN_FIELDS = ("down", *DOWN_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +142,7 @@ def incumbent_of(spec: MoeSpec, job: Job) -> Candidate:
 
 def known_of(spec: MoeSpec, job: Job) -> Candidate | None:
     """Of "wgmma" the tile of those kernels that calls take now, if they take one."""
-    tile = spec.tiles.of_wgmma(_routes_each(spec, job.counts[0])) if job.mode == "wgmma" else None
+    tile = hopper_tile(spec, job.counts[0] * spec.top_k) if job.mode == "wgmma" else None
     return None if tile is None else Candidate(tile)
 
 
@@ -182,8 +168,7 @@ def with_candidate(spec: MoeSpec, candidate: Candidate) -> MoeSpec:
 
 def join(gate_up: Candidate, down: Candidate) -> Candidate:
     """FC1 of one candidate and FC2 of another."""
-    changes = {name: getattr(down.tile, name) for name in DOWN_FIELDS}
-    return replace(gate_up, tile=replace(gate_up.tile, **changes))
+    return replace(gate_up, tile=replace(gate_up.tile, down=down.tile.down))
 
 
 def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
@@ -197,10 +182,8 @@ def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
     if job.mode == "wgmma":
         return _wgmma_groups(spec, job, shared_bytes)
     incumbent = incumbent_of(spec, job)
-    starts = [incumbent]
-    for rows, both in product(_rows_of(spec, job, incumbent), _each(BOTH_OPTIONS)):
-        start = _start(spec, incumbent, rows)
-        starts.append(replace(start, tile=replace(start.tile, **both)))
+    rows = _rows_of(spec, job, incumbent)
+    starts = [incumbent, *(_start(spec, incumbent, each) for each in rows)]
     return tuple(
         Group(
             start,
@@ -209,11 +192,6 @@ def groups_of(spec: MoeSpec, job: Job, shared_bytes: int) -> tuple[Group, ...]:
         )
         for start in dict.fromkeys(starts)
     )
-
-
-def _each(options: Mapping[str, Sequence[object]]) -> list[dict[str, Any]]:
-    """Every combination of values, by field."""
-    return [dict(zip(options, values, strict=True)) for values in product(*options.values())]
 
 
 def _rows_of(spec: MoeSpec, job: Job, incumbent: Candidate) -> tuple[int, ...]:
@@ -243,13 +221,12 @@ def _gate_ups(spec: MoeSpec, job: Job, start: Candidate, shared_bytes: int) -> I
     # What is not gated has one part, and one route has too few columns to join parts for.
     can_join = spec.num_parts == 2 and job.mode != "direct"
     splits = SPLITS if job.mode == "direct" else (start.split_k,)
-    for columns, options, (warps, stages), split in product(
-        GATE_UP_COLUMNS, _each(GATE_UP_OPTIONS), GATE_UP_WARPS_STAGES, splits
+    for columns, is_joint, (warps, stages), split in product(
+        GATE_UP_COLUMNS, GATE_UP_JOINT, GATE_UP_WARPS_STAGES, splits
     ):
-        if options["is_joint"] and not can_join:
+        if is_joint and not can_join:
             continue
-        gate_up = start.tile.gate_up._replace(columns=columns, warps=warps, stages=stages)
-        tile = replace(start.tile, gate_up=gate_up, **options)
+        tile = replace(start.tile, gate_up=GateUp(columns, warps, stages), is_joint=is_joint)
         candidate = Candidate(tile, split)
         fits = _fits(tile.rows, spec.num_parts * columns, warps, stages, shared_bytes)
         # K must be long enough for so many spans.
@@ -261,11 +238,9 @@ def _gate_ups(spec: MoeSpec, job: Job, start: Candidate, shared_bytes: int) -> I
 
 def _downs(spec: MoeSpec, start: Candidate, shared_bytes: int) -> Iterator[Candidate]:
     """FC2 in every way that fits, with the FC1 of `start`."""
-    for rows, span, options, (warps, stages) in product(
-        DOWN_ROWS, DOWN_SPANS, _each(DOWN_OPTIONS), DOWN_WARPS_STAGES
-    ):
-        down = start.tile.down._replace(rows=rows, span=span, warps=warps, stages=stages)
-        candidate = replace(start, tile=replace(start.tile, down=down, **options))
+    for rows, span, (warps, stages) in product(DOWN_ROWS, DOWN_SPANS, DOWN_WARPS_STAGES):
+        down = Down(rows, span, warps, stages)
+        candidate = replace(start, tile=replace(start.tile, down=down))
         fits = _fits(start.tile.rows, rows, warps, stages, shared_bytes)
         if fits and wgmma.is_narrow(rows * span, spec.hidden_size) and candidate != start:
             yield candidate

@@ -15,6 +15,7 @@ import torch
 from firesteel.cli.bench.moe_inputs import random_weights
 from firesteel.cli.bench.records import context, progress
 from firesteel.cli.console import print_json, stderr, stdout, table
+from firesteel.cli.options import check_counts
 from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.cli.tune.candidates import (
     Candidate,
@@ -88,8 +89,7 @@ class TuneRequest:
     table: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1:
-            raise InvalidArgumentError(f"--m: got {list(self.sizes)}, must be token counts from 1")
+        check_counts("--m", "token counts", self.sizes)
         if not 0 < self.minutes <= 24 * 60:
             raise InvalidArgumentError(f"--minutes: got {self.minutes}, must be 0 to 1440")
         if self.out.suffix != ".json":

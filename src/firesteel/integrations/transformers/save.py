@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firesteel.checkpoint.families import PROJECTIONS
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source
 from firesteel.formats.registry import format_named
@@ -16,8 +17,6 @@ from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.transformers.plan import LoadPlan
 
 __all__ = ["saved_config", "stored_tensors"]
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def saved_config(plan: LoadPlan) -> dict[str, Any] | None:
@@ -94,7 +93,7 @@ def _named(
     if source.plain.index is None:
         layer = source.plain.tensor.removesuffix(".weight")
     else:
-        layer = f"{prefix}.{expert}.{_PROJECTIONS[part]}"
+        layer = f"{prefix}.{expert}.{PROJECTIONS[part]}"
     return {f"{layer}.{suffix}": tensor for suffix, tensor in packed.items()}
 
 
@@ -120,7 +119,7 @@ def _bias_tensors(module: PackedExperts, layer: ExpertLayer) -> dict[str, Tensor
             own = bias[expert, rows * (part % 2) : rows * (part % 2 + 1)]
             if isinstance(layer.sources[part][expert], RoundedSource) and source.index is not None:
                 # The weight gets tensors of its own, so its bias stands beside them.
-                tensors[f"{layer.prefix}.{expert}.{_PROJECTIONS[part]}.bias"] = own.clone()
+                tensors[f"{layer.prefix}.{expert}.{PROJECTIONS[part]}.bias"] = own.clone()
             elif source.index is None:
                 tensors[source.tensor] = own.clone()
             else:
