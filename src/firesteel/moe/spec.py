@@ -100,8 +100,9 @@ class MoeSpec:
         batch_invariant    a row has the same bits at every token count
         pdl                launches may start before the one before has ended; needs sm_90 or later
         wgmma              kernels may be those that only sm_90 runs; needs Triton 3.6 or later
-        table              tiles by measurement; changes speed and no more than the last bits of a
-                           result
+        table              tiles by measurement; changes speed, and results by rounding: in the last
+                           bits, and more where int4 takes tiles "wgmma" of over 16 routes
+                           (`firesteel.moe.tuning`)
     """
 
     hidden_size: int

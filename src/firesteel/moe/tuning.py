@@ -9,8 +9,9 @@ expert. A layer takes the rows of the nearest shape, so that a table serves ever
        max(K, K') / min(K, K') * max(N, N') / min(N, N'), which is distance in logarithms
     3. of shapes equally far, the smallest
 
-Tables change how fast a layer runs and nothing else; `firesteel.moe.tuning_file` reads and writes
-them.
+Tables change how fast a layer runs, and the rounding of its results: the last bits where sums are
+split otherwise, and more for int4 in tiles of over 16 routes of mode "wgmma", whose kernels round
+each weight once to 16 bits before the product. `firesteel.moe.tuning_file` reads and writes them.
 """
 
 from __future__ import annotations
