@@ -1,7 +1,7 @@
 """A sweep of small layers on a GPU, for tools that watch every access.
 
     compute-sanitizer --tool memcheck python -m tests.moe.sweep
-    compute-sanitizer --tool racecheck python -m tests.moe.sweep
+    compute-sanitizer --tool racecheck python -m tests.moe.sweep mxfp4 nvfp4
 
 Each kind of kernel and of tile runs at sizes that do not fit its tiles, with ids that are none, and
 every result is compared with the float64 oracle.
@@ -10,6 +10,7 @@ every result is compared with the float64 oracle.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -24,10 +25,11 @@ NAMES = ("g128", "g32-asym", "ragged", "biased-swiglu", "expert-map", "no-wgmma"
 SIZES = (1, 3, 40, 200, 700)
 
 
-def main() -> int:
-    """Run as a command."""
+def main(names: Sequence[str]) -> int:
+    """Run as a command, on the layers that are named, or on all."""
+    names = names or NAMES
     worst = 0.0
-    for name in NAMES:
+    for name in names:
         layer = random_layer(CASES[name])
         most = layer.spec.for_target(device_target(torch.device("cuda", 0)))
         spec = replace(most, wgmma=most.wgmma and layer.spec.wgmma)
@@ -46,10 +48,10 @@ def main() -> int:
             expected = layer.reference(x, ids, weights)
             worst = max(worst, float((out.cpu().double() - expected).norm() / expected.norm()))
     sys.stdout.write(
-        f"{len(NAMES)} layers at {len(SIZES)} sizes, largest relative error {worst:.4f}\n"
+        f"{len(names)} layers at {len(SIZES)} sizes, largest relative error {worst:.4f}\n"
     )
     return int(not worst < 2 * torch.finfo(torch.bfloat16).eps)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -42,8 +42,6 @@ SHARED_KIB = {"sm_90": 227, "sm_120": 99}
 SPILLING = (
     "gpt-oss-120b 14 down_wgmma_kernel",
     "int4-g32-asym-fp16 14 down_wgmma_kernel",
-    "glm-5.2 mxfp4 measured 14 down_wgmma_kernel",
-    "glm-5.2 nvfp4 measured 14 down_wgmma_kernel",
     "gpt-oss-120b 12 scatter_kernel",
     "int4-g32-asym-fp16 12 scatter_kernel",
 )
@@ -87,11 +85,6 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
         "gpt-oss-120b mxfp4": (geometry("gpt-oss-120b", element="mxfp4"), "i32"),
         "glm-5.2 nvfp4": (geometry("glm-5.2", tensor_parallel=4, element="nvfp4"), "i32"),
     }
-    # No table has rows of FP4 on Hopper's own kernels yet; one of a user may.
-    for element in ("mxfp4", "nvfp4"):
-        spec = geometry("glm-5.2", tensor_parallel=4, element=element)
-        spec = replace(spec, table=_with_rows(spec.table, element))
-        whole[f"glm-5.2 {element} measured"] = (spec, "i32")
     for table in shipped_tables().values():
         whole |= {name: (spec, "i64") for name, spec in _specs_of(table).items()}
     others = {name: (geometry(name), "i64") for name in GEOMETRIES if name not in whole}
@@ -110,13 +103,6 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
                 found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
                 known.add(key)
     return found
-
-
-def _with_rows(table: TileTable, element: str) -> TileTable:
-    """A table with its int4 rows for an FP4 element too."""
-    (shape, *_) = table.shapes
-    rows = table.tiles(shape).rows(shape._replace(recipe=element))
-    return replace(table, rows=(*table.rows, *rows))
 
 
 def _variants(

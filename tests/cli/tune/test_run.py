@@ -24,6 +24,7 @@ from firesteel.cli.tune.search import Found
 from firesteel.device import device_target
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan
+from firesteel.moe.plan import has_wgmma, select
 from firesteel.moe.spec import MoeSpec, geometry
 from firesteel.moe.tuning import Down, GateUp, Shape, Tile
 from firesteel.moe.tuning_file import default_table, read_table, write_table
@@ -155,6 +156,7 @@ class Timer:
     def __init__(self) -> None:
         self.us: Callable[[Job, Candidate], float] = lambda job, candidate: 100.0
         self.specs: list[MoeSpec] = []
+        # In the order of their specs.
         self.benches: dict[Job, FakeBench] = {}
         self.shared_bytes: list[tuple[int, int]] = []
 
@@ -162,6 +164,10 @@ class Timer:
         self.specs.append(spec)
         self.benches[job] = FakeBench(lambda candidate: self.us(job, candidate))
         return self.benches[job]
+
+    def spec_of(self, job: Job) -> MoeSpec:
+        """The layer whose calls were timed."""
+        return self.specs[list(self.benches).index(job)]
 
     def compiler(
         self, target: str, folder: Path, shared_bytes: int, *, wgmma_shared_bytes: int
@@ -190,14 +196,21 @@ def times(job: Job, candidate: Candidate) -> float:
     tile = candidate.tile
     best = HOPPER if tile.is_wgmma else BEST
     gain = 20 if tile.is_wgmma == (job.counts[-1] >= 1024) else 5
-    products = (tile.gate_up == best.gate_up) + (tile.down == best.down)
-    return 100.0 - gain * products * (tile.rows == best.rows)
+    return 100.0 - gain * products_of(tile, best)
+
+
+def products_of(tile: Tile, best: Tile) -> int:
+    """How many of FC1 and FC2 are as in the best tile."""
+    both = (tile.gate_up == best.gate_up) + (tile.down == best.down)
+    return both * ((tile.rows, tile.is_wgmma) == (best.rows, best.is_wgmma))
 
 
 def rows_of(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a file by mode, as they stand there."""
+    """Rows of a file by mode, as they stand there, those of a shape after each other."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads(path.read_text())["rows"]:
+    names = ("hidden_size", "intermediate_size", "recipe")
+    rows = json.loads(path.read_text())["rows"]
+    for row in sorted(rows, key=lambda row: [row[name] for name in names]):
         found.setdefault(row["mode"], []).append(row)
     return found
 
@@ -224,6 +237,41 @@ def test_hoppers_tiles_have_rows_where_they_are_faster(h200: Timer, tmp_path: Pa
     assert largest == 128 * 256
 
 
+# One that may be of direct counts.
+STREAM = Tile(8, GateUp(64, 8, 4), False, Down(64, 1, 4, 4), is_wgmma=True)
+
+
+def test_hoppers_tiles_of_direct_counts_must_beat_what_was_just_chosen(
+    h200: Timer, tmp_path: Path
+) -> None:
+    def us(job: Job, candidate: Candidate) -> float:
+        """Of direct counts STREAM takes 60 us, and tiles of others with 8 spans of K 80."""
+        if candidate.tile.is_wgmma:
+            return 120.0 - 30 * products_of(candidate.tile, STREAM) * (job.counts == (1, 4))
+        return 80.0 if candidate.split_k == 8 else 100.0
+
+    h200.us = us
+    out = tmp_path / "h200.json"
+    found = invoke_json("tune", "--out", out, "--m", "1,4,64")
+    direct, wgmma, *others = found["jobs"]
+    assert (direct["mode"], direct["m"], direct["split_k"]) == ("direct", [1, 4], 8)
+    assert (wgmma["mode"], wgmma["m"]) == ("wgmma", [1, 4])
+    assert (wgmma["incumbent_us"], wgmma["us"]) == (direct["us"], 60.0) == (80.0, 60.0)
+    assert [job["us"] for job in others] == [100.0, 100.0]
+    tiles = replace(GLM, table=read_table(out)).tiles
+    assert tiles.split_k == 8 != GLM.tiles.split_k
+    # The chosen tile with its spans is what is timed first, and the others have as many spans.
+    job = Job("wgmma", (1, 4))
+    assert h200.benches[job].timed[0] == Candidate(tiles.direct, 8)
+    assert all(candidate.tile.is_wgmma for candidate in h200.benches[job].timed[1:])
+    assert h200.spec_of(job).tiles.split_k == 8
+    # Its row ends where routes are sorted.
+    first, below, tile = tiles.wgmma[0]
+    assert first <= 1 / 32 < below == 33 / 256
+    assert tile == STREAM
+    assert STREAM not in [tile for *_, tile in tiles.wgmma[1:]]
+
+
 def test_hoppers_tiles_alone_leave_other_rows_of_the_file_as_they_are(
     h200: Timer, tmp_path: Path
 ) -> None:
@@ -231,19 +279,21 @@ def test_hoppers_tiles_alone_leave_other_rows_of_the_file_as_they_are(
     out = tmp_path / "h200.json"
     write_table(out, default_table())
     before = rows_of(out)
-    options = ("--m", "8,256,512,1024,2048,3072,8192", "--only-wgmma", "--merge")
+    options = ("--m", "1,8,256,512,1024,2048,3072,8192", "--only-wgmma", "--merge")
     result = invoke(
         "tune", "--shape", "glm-5.2-tp4", "--recipe", "int4-g128", "--out", out, *options
     )
     assert result.exit_code == 0, result.output
     assert "wgmma 256" in result.stdout
-    # A count of few routes has no such candidates.
-    assert [job.mode for job in h200.benches] == ["wgmma"] * 6
+    assert [job.mode for job in h200.benches] == ["wgmma"] * 8
     after = rows_of(out)
-    assert after["wgmma"] != before["wgmma"]
+    changed = [row for row in (*before["wgmma"], *after["wgmma"])
+               if not (row in before["wgmma"] and row in after["wgmma"])]  # fmt: skip
+    shapes = {(row["hidden_size"], row["intermediate_size"], row["recipe"]) for row in changed}
+    assert shapes == {(6144, 512, "int4-g128")}
     for mode in ("direct", "sorted", "batch_invariant"):
         assert after[mode] == before[mode]
-    # What the file has for "sorted" is timed first, and is all that is timed of it.
+    # What the file has for "direct" or "sorted" is timed first, and is all that is timed of them.
     for job, bench in h200.benches.items():
         first, *others = bench.timed
         assert first == incumbent_of(GLM, job)
@@ -282,7 +332,7 @@ def test_every_recipe_is_tuned(h200: Timer, tmp_path: Path, recipe: str) -> None
     h200.us = times
     out = tmp_path / "made.json"
     found = invoke_json("tune", "--out", out, "--m", "1,256,1024", "--recipe", recipe)
-    expected = ["direct", "sorted", "wgmma", "sorted", "wgmma"]
+    expected = ["direct", "wgmma", "sorted", "wgmma", "sorted", "wgmma"]
     assert [job["mode"] for job in found["jobs"]] == expected
     made = read_table(out)
     assert [shape.recipe for shape in made.shapes] == [recipe]
@@ -293,14 +343,38 @@ def test_every_recipe_is_tuned(h200: Timer, tmp_path: Path, recipe: str) -> None
     assert plan(spec, 1024).keys
 
 
+@pytest.mark.parametrize("recipe", ["int4-g128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("won", "lost"), [(1, 8), (8, 1)])
+def test_hoppers_tiles_alone_are_tuned_at_counts_of_few_routes(
+    h200: Timer, tmp_path: Path, recipe: str, won: int, lost: int
+) -> None:
+    h200.us = lambda job, c: 100.0 - 5 * products_of(c.tile, STREAM) * (job.counts == (won,))
+    out = tmp_path / "made.json"
+    found = invoke_json("tune", "--out", out, "--m", "1,8", "--only-wgmma", "--recipe", recipe)
+    jobs = {tuple(job["m"]): job for job in found["jobs"]}
+    assert {job["mode"] for job in jobs.values()} == {"wgmma"}
+    assert (jobs[won,]["us"], jobs[lost,]["us"]) == (90.0, 100.0)
+    made = read_table(out)
+    tiles = made.tiles(made.shapes[0])
+    assert tiles.of_wgmma(won / 32) == STREAM
+    assert tiles.of_wgmma(lost / 32) is None
+    assert [tile for *_, tile in tiles.wgmma].count(STREAM) == 1
+    assert replace(tiles, wgmma=()) == replace(h200.specs[0].tiles, wgmma=())
+    spec = replace(h200.specs[0], table=made)
+    for count in (won, lost):
+        kernels = {launch.key.name for launch in select(spec, count, (("ids", "i32"),))}
+        assert ("gate_up_stream_kernel" in kernels) == (count == won)
+
+
 def test_hoppers_tiles_alone_are_refused_where_there_are_none(
     h200: Timer, gpu_of: Callable[[str], None], tmp_path: Path
 ) -> None:
-    out = ("--out", tmp_path / "made.json", "--only-wgmma")
-    assert_error(invoke("tune", *out, "--m", "1,8"), "--m: got [1, 8], must have a count of 4")
     gpu_of("sm_80")
-    assert_error(invoke("tune", *out), "on sm_90 with Triton 3.6 or later")
+    out = tmp_path / "made.json"
+    words = "on sm_90 with Triton 3.6 or later"
+    assert_error(invoke("tune", "--out", out, "--only-wgmma"), words)
     assert not h200.benches
+    assert not out.exists()
 
 
 @pytest.fixture
@@ -420,7 +494,6 @@ def test_a_small_layer_is_tuned(tmp_path: Path, batch_invariant: bool) -> None:
     assert len(notes) == len(found)
     for each in found:
         assert (each.skipped, each.dropped) == (0, 0)
-        # On Hopper 128 tokens have tiles of its own kernels too.
         assert each.timed >= 4
         assert 0 < each.us <= each.incumbent_us
         assert json.dumps(changes_of(each))
@@ -432,11 +505,16 @@ def test_the_command_writes_a_table(tmp_path: Path) -> None:
     found = invoke_json(
         "tune", "--shape", "qwen3-30b-a3b", "--m", "1,64", "--minutes", "0.3", "--out", out
     )
-    assert len(found["jobs"]) == 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    here = geometry("qwen3-30b-a3b").for_target(device_target(device))
+    expected = ["direct", "sorted"]
+    if has_wgmma(here):
+        expected = ["direct", "wgmma", "sorted", "wgmma"]
+    assert [job["mode"] for job in found["jobs"]] == expected
     assert found["seconds"] < 120
     made = read_table(out)
     assert made.device == torch.cuda.get_device_name()
-    spec = replace(geometry("qwen3-30b-a3b"), table=made)
+    spec = replace(here, table=made)
     assert plan(spec, 64).keys
 
 

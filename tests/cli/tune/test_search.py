@@ -17,6 +17,7 @@ from firesteel.cli.tune.candidates import (
     jobs_of,
     known_of,
     with_candidate,
+    with_tiles,
 )
 from firesteel.cli.tune.search import NOISE, Found, Timing, search, tuned_tiles
 from firesteel.errors import FiresteelError
@@ -313,17 +314,57 @@ def test_a_count_whose_hopper_tiles_were_not_timed_keeps_them() -> None:
     assert tuned_tiles(replace(BARE, wgmma=False), []) == replace(BARE.tiles, wgmma=())
 
 
+STREAM = Tile(8, GateUp(64, 4, 4), False, Down(128, 4, 4, 4), is_wgmma=True)
+DIRECT = replace(STREAM, down=Down(64, 1, 4, 4))
+# 4 tokens of top-8 of 256 experts are the last that are direct: 33 routes are sorted.
+BORDER = 33 / 256
+
+
+def test_hoppers_tiles_do_not_reach_across_the_border_of_direct_counts() -> None:
+    nothing = with_tiles(GLM, replace(BASE, wgmma=()))
+    one, eight = 1 / 32, 8 / 32
+    # The geometric mean of 1 and 8 tokens is 3, which are direct.
+    both = ((one, BORDER, DIRECT), (BORDER, INFINITY, STREAM))
+    assert wgmma_of(nothing, {1: DIRECT, 8: STREAM}) == both
+    assert wgmma_of(nothing, {1: None, 8: STREAM}) == both[1:]
+    assert wgmma_of(nothing, {1: DIRECT, 8: None}) == both[:1]
+    # Of direct counts alone, and of others alone.
+    assert wgmma_of(nothing, {1: DIRECT}) == both[:1]
+    assert wgmma_of(nothing, {8: STREAM}) == ((eight, INFINITY, STREAM),)
+    wide = with_tiles(GLM, replace(BASE, wgmma=((0.0, 5.0, STREAM),)))
+    assert wgmma_of(wide, {1: None}) == ((BORDER, 5.0, STREAM),)
+    assert wgmma_of(wide, {1: DIRECT}) == ((0.0, BORDER, DIRECT), (BORDER, 5.0, STREAM))
+    assert wgmma_of(wide, {8: None}) == ((0.0, BORDER, STREAM),)
+    other = replace(STREAM, rows=16)
+    assert wgmma_of(wide, {8: other}) == ((0.0, eight, STREAM), (eight, 5.0, other))
+    # What is not cut stays one range; nor is there a second border beside that of the table.
+    assert wgmma_of(wide, {1: STREAM, 8: STREAM}) == wide.tiles.wgmma
+    cut = with_tiles(GLM, replace(BASE, wgmma=((0.0, 0.126, DIRECT), (0.126, 5.0, STREAM))))
+    assert wgmma_of(cut, {8: None}) == ((0.0, 0.126, DIRECT),)
+
+
+def test_direct_counts_of_one_job_have_the_same_tile_of_hopper() -> None:
+    job = Job("wgmma", (1, 4))
+    tuned = tuned_tiles(BARE, [found_of(job, Candidate(DIRECT))])
+    assert tuned == replace(BARE.tiles, wgmma=((1 / 32, BORDER, DIRECT), *BARE.tiles.wgmma))
+    spec = with_tiles(BARE, tuned)
+    assert [known_of(spec, Job("wgmma", (m,))) for m in (1, 2, 3, 4, 5)] == [
+        *[Candidate(DIRECT)] * 4, None
+    ]  # fmt: skip
+
+
 @given(
-    counts=st.lists(st.integers(128, 20000), min_size=1, max_size=9, unique=True),
-    rows=st.lists(st.sampled_from((None, 32, 64, 128)), min_size=9, max_size=9),
+    counts=st.lists(st.integers(1, 20000), min_size=1, max_size=9, unique=True),
+    rows=st.lists(st.sampled_from((None, 8, 16, 32, 64, 128)), min_size=9, max_size=9),
     spec=st.sampled_from((GLM, BARE, with_candidate(GLM, Candidate(TILE)))),
 )
 def test_any_ladder_of_hoppers_tiles_gives_a_table(
     counts: list[int], rows: list[int | None], spec: MoeSpec
 ) -> None:
+    # Direct counts have tiles of few rows.
+    rows = [min(r, 16) if m <= 4 and r else r for m, r in zip(counts, rows, strict=False)]
     chosen = {
-        m: None if r is None else replace(HOPPER, rows=r)
-        for m, r in zip(counts, rows, strict=False)
+        m: None if r is None else replace(HOPPER, rows=r) for m, r in zip(counts, rows, strict=True)
     }
     wgmma = wgmma_of(spec, chosen)
     table = TileTable("made", "A", "9.0", "2026-11-29", "2.11", "3.6",
@@ -334,6 +375,6 @@ def test_any_ladder_of_hoppers_tiles_gives_a_table(
     assert all(a[1] < b[0] or a[2] != b[2] for a, b in pairwise(wgmma))
     # Fewer routes than were measured have no larger a tile than before.
     before, after = spec.tiles, replace(spec.tiles, wgmma=wgmma)
-    for routes in (0.0, 0.2, 3.9):
+    for routes in (m / 32 for m in (0, 1, 4, 5, 16, 127) if m < min(counts)):
         now, then = before.of_wgmma(routes), after.of_wgmma(routes)
         assert then is None or (now is not None and then.rows <= now.rows)

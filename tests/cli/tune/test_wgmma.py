@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from firesteel.cli.tune.wgmma import MIN_ROUTES, ROWS, downs_of, gate_ups_of, rows_of
+from firesteel.cli.tune.wgmma import ROWS, downs_of, gate_ups_of, rows_of
 from firesteel.moe.activation import Activation
+from firesteel.moe.products import STREAM_ROWS
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
 
 GLM = geometry("glm-5.2", tensor_parallel=4)
@@ -26,15 +27,15 @@ def test_warps_share_the_sums_and_the_buffers_fit(spec: MoeSpec, routes: int) ->
     assert downs
     for rows, warps, stages, each, turned in cuts:
         assert stages >= 3
-        assert warps % 4 == 0
+        assert warps % 4 == 0 or routes <= STREAM_ROWS
         assert rows % (16 * warps) == 0
         assert routes * rows / (32 * warps) <= 128
         assert stages * (256 * routes + each * rows) + turned <= SHARED
 
 
 def test_each_way_that_fits_is_there() -> None:
-    assert [len(gate_ups_of(GLM, routes, SHARED)) for routes in ROWS] == [8, 8, 6]
-    assert [len(downs_of(GLM, routes, SHARED)) for routes in ROWS] == [30, 30, 20]
+    assert [len(gate_ups_of(GLM, routes, SHARED)) for routes in ROWS] == [6, 6, 8, 8, 6]
+    assert [len(downs_of(GLM, routes, SHARED)) for routes in ROWS] == [20, 20, 30, 30, 20]
     # Those that need more than any GPU has are only Hopper's: 227 KiB, not 99.
     assert max(cut.stages for cut in gate_ups_of(GLM, 128, SHARED)) == 4
     assert not downs_of(GLM, 128, 99 * 1024)
@@ -48,9 +49,8 @@ def test_a_matrix_is_not_cut_wider_than_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("each", "rows"),
-    [(4, (32,)), (8, (32,)), (16, (32, 64)), (32, (64, 32)), (64, (128, 64)), (96, (128, 64)),
-     (256, (128,)), (4096, (128,))],
+    [(0.03, (8,)), (2, (8,)), (4, (8, 16)), (8, (16, 8)), (12, (16, 32)), (16, (32, 16)),
+     (32, (64, 32)), (64, (128, 64)), (96, (128, 64)), (256, (128,)), (4096, (128,))],
 )  # fmt: skip
 def test_rows_are_about_those_of_an_expert(each: float, rows: tuple[int, ...]) -> None:
-    assert each >= MIN_ROUTES
     assert rows_of(each) == rows

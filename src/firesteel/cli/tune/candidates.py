@@ -3,8 +3,8 @@
 FC1 and FC2 share the rows of a tile. So for each number of rows the candidates of FC1 are timed
 beside one FC2, those of FC2 beside one FC1, and the best of both are put together.
 
-Sorted routes have two jobs where Hopper's own kernels read the weights: of the kernels that every
-GPU runs, then of those, which must beat the best of the first.
+A count has two jobs where Hopper's own kernels read the weights: of the kernels that every GPU
+runs, then of those, which must beat the best of the first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from firesteel.cli.tune import wgmma
-from firesteel.cli.tune.wgmma import MAX_ACCUMULATORS, MIN_ROUTES
+from firesteel.cli.tune.wgmma import MAX_ACCUMULATORS
 from firesteel.moe.plan import has_wgmma, hopper_tile, is_direct
-from firesteel.moe.products import split_k
+from firesteel.moe.products import STREAM_ROWS, split_k
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning import (
     INFINITY,
@@ -42,6 +42,7 @@ __all__ = [
     "known_of",
     "shape_of",
     "with_candidate",
+    "with_tiles",
 ]
 
 # Values to time, each with each, the likely ones first.
@@ -108,13 +109,13 @@ def jobs_of(
         jobs = [Job("batch_invariant", counts)]
     else:
         direct = tuple(count for count in counts if is_direct(spec, count * spec.top_k))
-        jobs = [Job("direct", direct)] if direct else []
-        for count in counts:
-            if count in direct:
+        jobs = []
+        for each in (direct, *((count,) for count in counts if count not in direct)):
+            if not each:
                 continue
-            jobs.append(Job("sorted", (count,)))
-            if has_wgmma(spec) and _routes_each(spec, count) >= MIN_ROUTES:
-                jobs.append(Job("wgmma", (count,)))
+            jobs.append(Job("direct" if each == direct else "sorted", each))
+            if has_wgmma(spec):
+                jobs.append(Job("wgmma", each))
     return tuple(job for job in jobs if job.mode in modes)
 
 
@@ -133,26 +134,35 @@ def shape_of(spec: MoeSpec) -> Shape:
 def incumbent_of(spec: MoeSpec, job: Job) -> Candidate:
     """What the calls of a job take now; of "wgmma" what they would take without those kernels."""
     tiles = spec.tiles
-    if job.mode == "direct":
-        return Candidate(tiles.direct, split_k(spec))
     if job.mode == "batch_invariant":
         return Candidate(tiles.batch_invariant)
+    if is_direct(spec, job.counts[0] * spec.top_k):
+        return Candidate(tiles.direct, split_k(spec))
     return Candidate(tiles.of_sorted(_routes_each(spec, job.counts[0])))
 
 
 def known_of(spec: MoeSpec, job: Job) -> Candidate | None:
     """Of "wgmma" the tile of those kernels that calls take now, if they take one."""
-    tile = hopper_tile(spec, job.counts[0] * spec.top_k) if job.mode == "wgmma" else None
-    return None if tile is None else Candidate(tile)
+    routes = job.counts[0] * spec.top_k
+    tile = hopper_tile(spec, routes) if job.mode == "wgmma" else None
+    return None if tile is None or not _takes(spec, job, tile) else Candidate(tile)
+
+
+def _takes(spec: MoeSpec, job: Job, tile: Tile) -> bool:
+    """Whether calls of a job can take such a tile: routes that are not sorted, one of few rows."""
+    return tile.rows <= STREAM_ROWS or not is_direct(spec, job.counts[0] * spec.top_k)
 
 
 def with_candidate(spec: MoeSpec, candidate: Candidate) -> MoeSpec:
     """The layer with a table of the candidate alone."""
     tile = candidate.tile
     if tile.is_wgmma:
-        tiles = replace(spec.tiles, wgmma=((0.0, INFINITY, tile),))
-    else:
-        tiles = LayerTiles(((INFINITY, tile),), tile, candidate.split_k, tile)
+        return with_tiles(spec, replace(spec.tiles, wgmma=((0.0, INFINITY, tile),)))
+    return with_tiles(spec, LayerTiles(((INFINITY, tile),), tile, candidate.split_k, tile))
+
+
+def with_tiles(spec: MoeSpec, tiles: LayerTiles) -> MoeSpec:
+    """The layer with a table of its own, of these tiles."""
     base = spec.table
     table = TileTable(
         name="candidate",

@@ -26,10 +26,10 @@ from firesteel.cli.tune.candidates import (
     jobs_of,
     known_of,
     shape_of,
+    with_tiles,
 )
 from firesteel.cli.tune.measuring import Compiler, LayerBench
 from firesteel.cli.tune.search import Found, search, tuned_tiles
-from firesteel.cli.tune.wgmma import MIN_ROUTES
 from firesteel.device import (
     checked_device,
     default_device,
@@ -125,8 +125,7 @@ def run(request: TuneRequest, *, as_json: bool) -> None:
 
     Raises
         UnsupportedError: no GPU, or none of the kernels that alone are asked for.
-        InvalidArgumentError: the file to merge into is of another device, or no table; or there is
-            nothing to choose.
+        InvalidArgumentError: the file to merge into is of another device, or no table.
         FiresteelError: the layer's numbers are wrong with the tiles in use.
     """
     start = time.monotonic()
@@ -212,8 +211,10 @@ def tune_layer(
         )
         for number, job in enumerate(jobs):
             now = time.monotonic()
+            # Hopper's own kernels must beat what was just chosen of the others.
+            at = with_tiles(spec, tuned_tiles(spec, found)) if job.mode == "wgmma" else spec
             bench = LayerBench(
-                spec,
+                at,
                 job,
                 weights,
                 compiler=compiler,
@@ -222,17 +223,10 @@ def tune_layer(
                 drop=note,
             )
             candidates = groups(spec, job, wgmma_bytes if job.mode == "wgmma" else shared_bytes)
-            incumbent, known = _incumbent(spec, job, found), _known(spec, job, found)
-            each = search(job, incumbent, candidates, bench, known)
+            each = search(job, incumbent_of(at, job), candidates, bench, _known(spec, job, found))
             note(_line(each))
             found.append(each)
     return found
-
-
-def _incumbent(spec: MoeSpec, job: Job, found: Sequence[Found]) -> Candidate:
-    """What a job's candidates must beat: of "wgmma" what "sorted" has just taken, if it was."""
-    best = [f.chosen for f in found if job.mode == "wgmma" and f.job == Job("sorted", job.counts)]
-    return best[0] if best else incumbent_of(spec, job)
 
 
 def _known(spec: MoeSpec, job: Job, found: Sequence[Found]) -> list[Candidate]:
@@ -259,11 +253,6 @@ def _check_modes(request: TuneRequest, spec: MoeSpec) -> None:
         raise UnsupportedError(
             f"--only-wgmma: got a layer {spec.title}, must be FP4, or int4 with scales of its own "
             "type, on sm_90 with Triton 3.6 or later"
-        )
-    if not jobs_of(spec, request.sizes, request.modes):
-        raise InvalidArgumentError(
-            f"--m: got {list(request.sizes)}, must have a count of {MIN_ROUTES} routes an expert "
-            "for --only-wgmma"
         )
 
 
@@ -297,10 +286,10 @@ def merged_table(old: TileTable, new: TileTable) -> TileTable:
 def changes_of(found: Found) -> str:
     """`gate_up.stages 3 to 4, down.span 4 to 2`; `as before` where the incumbent stays.
 
-    Of "wgmma" those from the best of "sorted", or `sorted`.
+    Of "wgmma" those from the best of the others, or `none`.
     """
     if found.job.mode == "wgmma" and found.chosen == found.incumbent:
-        return "sorted" if found.is_decided else "as before"
+        return "none" if found.is_decided else "as before"
     before, after = _flat(found.incumbent), _flat(found.chosen)
     changed = [
         f"{name} {before[name]} to {value}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count as count_up
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
 from firesteel.cli.tune.candidates import Candidate, Group, Job, join
 from firesteel.errors import FiresteelError
-from firesteel.moe.plan import has_wgmma
+from firesteel.moe.plan import has_wgmma, is_direct
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.tuning import INFINITY, LayerTiles, Tile
 
@@ -55,7 +56,7 @@ class Found:
     Fields
         job              of which
         chosen           the candidate to take
-        incumbent        what was taken before; of "wgmma" the best of "sorted"
+        incumbent        what was taken before; of "wgmma" the best of the others
         us, incumbent_us of both, timed one after the other; equal where the incumbent stays
         timed, skipped   candidates that were timed, and that no time was left for
         dropped          that were wrong or could not run
@@ -235,7 +236,8 @@ def _wgmma_ranges(
     spec: MoeSpec,
 ) -> tuple[tuple[float, float, Tile], ...]:
     """The same where there may be no tile; but a tile does not reach down to fewer routes than its
-    first count, where before there was none or one of fewer rows.
+    first count, where before there was none or one of fewer rows; nor across the border of direct
+    counts.
     """
     if not points:
         return tuple(base)
@@ -248,6 +250,10 @@ def _wgmma_ranges(
         end = below
     if end < INFINITY:
         steps.append((INFINITY, None))
+    direct, border = ((_first_sorted(spec) - n) / spec.num_experts for n in (1, 0))
+    place = next(n for n, (bound, _) in enumerate(steps) if direct < bound)
+    if border < steps[place][0]:
+        steps.insert(place, (border, steps[place][1]))
     count, chosen = points[0]
     first = count * spec.top_k / spec.num_experts
     place = next(n for n, (bound, _) in enumerate(steps) if first < bound)
@@ -268,8 +274,9 @@ def _ranges(
 ) -> tuple[tuple[float, T], ...]:
     """Ranges in which a measured count speaks for those around it.
 
-    Between two counts that is up to their geometric mean; below the first and above the last one
-    to the end of the range of `base` that they are in, beyond which `base` stays as it is.
+    Between two counts that is up to their geometric mean, or where only the second is not direct
+    up to the first that is not; below the first and above the last one to the end of the range of
+    `base` that they are in, beyond which `base` stays as it is.
     """
     if not points:
         return tuple(base)
@@ -278,10 +285,12 @@ def _ranges(
         return num_tokens * spec.top_k / spec.num_experts
 
     first, last = routes(points[0][0]), routes(points[-1][0])
+    border = _first_sorted(spec) / spec.num_experts
     found = [(bound, tile) for bound, tile in base if bound <= first]
     for (count, tile), (following, _) in pairwise(points):
         # The first count that is the next one's: the geometric mean, rounded up.
-        found.append((routes(math.isqrt(count * following - 1) + 1), tile))
+        mean = routes(math.isqrt(count * following - 1) + 1)
+        found.append((border if routes(count) < border <= routes(following) else mean, tile))
     end = next(bound for bound, _ in base if last < bound)
     found.append((end, points[-1][1]))
     found += [(bound, tile) for bound, tile in base if bound > end]
@@ -291,3 +300,8 @@ def _ranges(
             merged.pop()
         merged.append((bound, tile))
     return tuple(merged)
+
+
+def _first_sorted(spec: MoeSpec) -> int:
+    """The fewest routes that are sorted: where direct counts end."""
+    return next(routes for routes in count_up(1) if not is_direct(spec, routes))

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from itertools import product
 
+from firesteel.moe.products import STREAM_ROWS
 from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.moe.tuning import Down, GateUp
 
-__all__ = ["MAX_ACCUMULATORS", "MIN_ROUTES", "downs_of", "gate_ups_of", "is_narrow", "rows_of"]
-
-MIN_ROUTES = 4
-"""Routes that experts have on average where these kernels are timed: fewer leave most of their
-smallest tile empty."""
+__all__ = ["MAX_ACCUMULATORS", "downs_of", "gate_ups_of", "is_narrow", "rows_of"]
 
 MAX_ACCUMULATORS = 128
 """Sums that a thread may hold: of its 255 registers as many again go to operands and addresses."""
 
 # Values to time, the likely ones first.
-ROWS = (32, 64, 128)
+ROWS = (8, 16, 32, 64, 128)
 GATE_UP_COLUMNS = (64, 128)
 GATE_UP_WARPS_STAGES = ((8, 4), (8, 3), (4, 4), (4, 3))
 DOWN_ROWS = (128, 256)
 DOWN_SPANS = (8, 4, 16, 2, 1)
 DOWN_WARPS_STAGES = ((8, 3), (8, 4), (4, 3))
+# Of tiles of few rows, which wait for memory: more blocks ahead, and programs that are shorter.
+STREAM_WARPS_STAGES = ((4, 4), (4, 3), (8, 4))
+STREAM_DOWN_ROWS = (128, 64)
+STREAM_DOWN_SPANS = (4, 1, 2, 8)
 
 
 def rows_of(each: float) -> tuple[int, ...]:
@@ -43,7 +44,8 @@ def gate_ups_of(spec: MoeSpec, routes: int, shared_bytes: int) -> list[GateUp]:
     """FC1 in every way that fits, in tiles of so many routes."""
     row_bytes = _row_bytes(spec.w13, spec.hidden_size)
     found: list[GateUp] = []
-    for columns, (warps, stages) in product(GATE_UP_COLUMNS, GATE_UP_WARPS_STAGES):
+    pairs = STREAM_WARPS_STAGES if routes <= STREAM_ROWS else GATE_UP_WARPS_STAGES
+    for columns, (warps, stages) in product(GATE_UP_COLUMNS, pairs):
         rows = spec.num_parts * columns
         needed = stages * (256 * routes + row_bytes * rows)
         fits = _is_whole(routes, rows, warps) and needed <= shared_bytes
@@ -56,7 +58,10 @@ def downs_of(spec: MoeSpec, routes: int, shared_bytes: int) -> list[Down]:
     """FC2 in every way that fits, in tiles of so many routes."""
     row_bytes = _row_bytes(spec.w2, spec.intermediate_size)
     found: list[Down] = []
-    for rows, span, (warps, stages) in product(DOWN_ROWS, DOWN_SPANS, DOWN_WARPS_STAGES):
+    cuts = product(DOWN_ROWS, DOWN_SPANS, DOWN_WARPS_STAGES)
+    if routes <= STREAM_ROWS:
+        cuts = product(STREAM_DOWN_ROWS, STREAM_DOWN_SPANS, STREAM_WARPS_STAGES)
+    for rows, span, (warps, stages) in cuts:
         # Sums are turned in memory of their own: by then the next row block is on its way.
         needed = stages * (256 * routes + row_bytes * rows) + 2 * routes * rows
         fits = _is_whole(routes, rows, warps) and needed <= shared_bytes
@@ -71,8 +76,8 @@ def is_narrow(columns: int, size: int) -> bool:
 
 
 def _is_whole(routes: int, rows: int, warps: int) -> bool:
-    """Whether warps, in fours and each of 16 rows of weights, share the sums and hold them."""
-    is_shared = warps % 4 == 0 and rows % (16 * warps) == 0
+    """Whether warps of 16 rows of weights, of wgmma in fours, share the sums and hold them."""
+    is_shared = rows % (16 * warps) == 0 and (routes <= STREAM_ROWS or warps % 4 == 0)
     return is_shared and routes * rows <= MAX_ACCUMULATORS * 32 * warps
 
 
