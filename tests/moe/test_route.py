@@ -107,6 +107,25 @@ def test_an_expert_s_last_tile_is_cut_at_each_size(rows: int, has_counts: bool) 
     assert placed.block_row[: len(starts) + 1].tolist() == [0, *starts]
 
 
+@given(
+    sizes=st.lists(st.integers(0, 150), min_size=2, max_size=6),
+    rows=st.sampled_from((16, 32, 64, 128)),
+    has_counts=st.booleans(),
+)
+@example(sizes=[3, 128, 0, 40, 70, 100], rows=128, has_counts=True)
+@settings(max_examples=30)
+def test_long_tiles_come_first(sizes: list[int], rows: int, has_counts: bool) -> None:
+    assume(sum(sizes))
+    owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    routing = Routing(owners.flip(0)[:, None], len(sizes))
+    counts = run_count(routing, block_r=256) if has_counts else None
+    placed = run_place(routing, rows=rows, counts=counts, block_r=256)
+    check_placed(placed, routing, rows)
+    num_blocks = int(placed.num_blocks)
+    last = [(sizes[expert] - 1) % rows // 32 for expert in placed.block_expert[:num_blocks]]
+    assert last == sorted(last, reverse=True)
+
+
 def test_an_id_that_is_an_expert_s_only_in_its_low_32_bits_is_no_route() -> None:
     routing = Routing(torch.tensor([[2**32, 2**32 + 1, 1]]), 2)
     assert run_count(routing).tolist() == [[0, 1]]

@@ -55,18 +55,24 @@ def place_reference(
 ) -> Placement:
     """Routes sorted by expert, and tiles of at most `block_m` of them.
 
+    Tiles of experts whose last one has more units of 32 routes come first.
+
     ids [1, 0, -1, 1, 1] of 2 experts, block_m 2: route_ids [1, 0, 3, 4], expert_offsets [0, 1, 4],
     block_expert [0, 1, 1], block_row [0, 1, 3].
     """
     experts = _experts(topk_ids, num_experts, expert_map)
     placement = Placement([], [0], [], [])
+    tiles: list[tuple[int, int, int]] = []
     for expert in range(num_experts):
         routes = [route for route, owner in enumerate(experts) if owner == expert]
-        for start in range(0, len(routes), block_m):
-            placement.block_expert.append(expert)
-            placement.block_row.append(len(placement.route_ids) + start)
+        starts = range(0, len(routes), block_m)
+        units = -(-(len(routes) - starts[-1]) // 32) if routes else 0
+        tiles += [(-units, expert, len(placement.route_ids) + start) for start in starts]
         placement.route_ids.extend(routes)
         placement.expert_offsets.append(len(placement.route_ids))
+    for _, expert, row in sorted(tiles):
+        placement.block_expert.append(expert)
+        placement.block_row.append(row)
     return placement
 
 

@@ -6,6 +6,10 @@
 A route is a pair of a token and a slot; its expert is the one of `topk_ids`, or the one that
 `expert_map` gives for it. A route whose expert is not in [0, E) is none, and is not placed.
 
+Tiles lie in order of experts, but those of experts whose last tile has more routes come first: what
+starts last is then short, and fewer multiprocessors wait for the end. Routes count in units of 32,
+as the kernels of large tiles multiply them, so that small tiles keep the order of experts.
+
 Example: ids [1, 0, -1, 1, 1], E 3, tile_rows 2 give counts [1, 3, 0], route_ids [1, 0, 3, 4],
 expert_offsets [0, 1, 4, 4], num_blocks 3, block_expert [0, 1, 1], block_row [0, 1, 3].
 """
@@ -26,6 +30,26 @@ def count_chunk(owners, E_BLOCK: tl.constexpr):
     num_lost = tl.sum((owners < 0).to(tl.int32), axis=0)
     counts = tl.histogram(tl.maximum(owners, 0).to(tl.int32), E_BLOCK)
     return counts - tl.where(tl.arange(0, E_BLOCK) == 0, num_lost, 0)
+
+
+@triton.jit
+def last_units(counts, rows):
+    """Units of 32 routes, at most 4, in the last tile of experts that have any."""
+    return tl.minimum(((counts - 1) % rows + 32) // 32, 4)
+
+
+@triton.jit
+def first_tiles(counts, tiles, rows):
+    """The first tile of each expert, and how many there are in all."""
+    units = last_units(counts, rows)
+    first = tl.zeros_like(tiles)
+    num_tiles = 0
+    for fewer in tl.static_range(4):
+        is_next = units == 4 - fewer
+        own = tl.where(is_next, tiles, 0)
+        first = tl.where(is_next, num_tiles + tl.cumsum(own, axis=0) - own, first)
+        num_tiles += tl.sum(own, axis=0)
+    return first, num_tiles
 
 
 @triton.jit(
@@ -121,19 +145,17 @@ def scatter_kernel(
     rows = tl.maximum(tile_rows, 1).to(tl.int32)
     tiles = (counts + (rows - 1)) // rows
     first_place = tl.cumsum(counts, axis=0) - counts
-    last_tile = tl.cumsum(tiles, axis=0)
-    num_tiles = tl.sum(tiles, axis=0)
+    first_tile, num_tiles = first_tiles(counts, tiles, rows)
     if chunk == 0:
         tl.store(expert_offsets_ptr + bins, first_place, mask=is_expert)
         tl.store(expert_offsets_ptr + E, tl.sum(counts, axis=0), mask=R > 0)
         tl.store(num_blocks_ptr, num_tiles)
     for start in range(chunk * TILES, num_tiles, chunks * TILES):
         tile = start + tl.arange(0, TILES)
-        # The experts whose tiles all lie before it.
-        is_past = last_tile[None, :] <= tile[:, None]
-        expert = tl.sum(is_past.to(tl.int32), axis=1)
-        is_own = expert[:, None] == bins[None, :]
-        row = tl.sum(tl.where(is_own, first_place - (last_tile - tiles) * rows, 0), axis=1)
+        place = tile[:, None] - first_tile[None, :]
+        is_own = (place >= 0) & (place < tiles[None, :])
+        expert = tl.sum(tl.where(is_own, bins[None, :], 0), axis=1)
+        row = tl.sum(tl.where(is_own, (first_place - first_tile * rows)[None, :], 0), axis=1)
         is_tile = tile < num_tiles
         tl.store(block_expert_ptr + tile, expert, mask=is_tile)
         tl.store(block_row_ptr + tile, row + tile * rows, mask=is_tile)
@@ -217,7 +239,10 @@ def place_kernel(
     rows = tl.maximum(tile_rows, 1).to(tl.int32)
     tiles = (counts + (rows - 1)) // rows
     first_place = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
-    first_tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    units = last_units(counts, rows)
+    own_units = tl.sum(tl.where(bins == expert, units, 0), axis=0)
+    is_before = (units > own_units) | ((units == own_units) & (bins < expert))
+    first_tile = tl.sum(tl.where(is_before, tiles, 0), axis=0)
     num_tiles = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
     tl.store(expert_offsets_ptr + expert, first_place)
     if expert == E - 1:
