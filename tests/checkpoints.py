@@ -20,6 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from firesteel.formats.base import Divisor, Multiplier, QuantizedMatrix, Scheme
 from firesteel.formats.quantize import parse_recipe, quantize_matrix
 from firesteel.formats.registry import format_named
+from firesteel.formats.trellis import TrellisCode
+from firesteel.formats.trellis_matrix import trellis_scheme
+from tests.strategies import random_trellis
 
 FAMILY_NAMES = (
     "deepseek_v3",
@@ -103,7 +106,8 @@ class Storage:
 
     Fields
         format         name in the registry; "" for plain tensors
-        recipe         what rounds the numbers
+        recipe         what rounds the numbers; of exl3, whose numbers are random, the rates and
+                       codebooks that matrices take in turn
         layout         the format's variant
         has_act_order  columns name their group
         dtype          of the weights that are rounded: it chooses the type of the scales
@@ -138,6 +142,10 @@ STORAGES: dict[str, Storage] = {
     "mxfp4": Storage("mxfp4", "mxfp4"),
     "nvfp4": Storage("nvfp4", "nvfp4"),
     "nvfp4-modelopt": Storage("nvfp4-modelopt", "nvfp4"),
+    "exl3-3-mcg": Storage("exl3", "3-mcg"),
+    "exl3-2.5-mul1": Storage("exl3", "2.5-mul1"),
+    "exl3-4-3inst-signs": Storage("exl3", "4-3inst", "signs"),
+    "exl3-mixed": Storage("exl3", "2-mcg 4-mul1 3-3inst 1-mcg 5.5-mul1 6-mcg"),
     "mxfp4-gpt-oss": Storage("mxfp4-gpt-oss", "mxfp4"),
 }
 """A storage for each format and each of its variants; the last one is gpt-oss' only."""
@@ -357,8 +365,14 @@ class _Writer:
             self.tensors[f"{layer}.{suffix}"] = tensor
         return matrix.dequantize(scheme)
 
-    def _round(self, weight: Tensor, storage: Storage) -> tuple[Scheme, QuantizedMatrix]:
+    def _round(self, weight: Tensor, storage: Storage) -> tuple[Scheme, Any]:
         """Round to the numbers that the storage holds."""
+        if storage.format == "exl3":
+            codes = storage.recipe.split()
+            bits, codebook = codes[len(self.schemes) % len(codes)].split("-")
+            code = TrellisCode(float(bits), codebook)
+            scheme = trellis_scheme(*weight.shape, code, storage.layout)
+            return scheme, random_trellis(scheme, self.generator)
         order = None
         if storage.has_act_order:
             order = torch.randperm(weight.shape[1], generator=self.generator)

@@ -24,11 +24,20 @@ from firesteel.formats.base import (
     TensorHeader,
 )
 from firesteel.formats.registry import FORMATS, format_named
+from firesteel.formats.trellis import TrellisCode
+from firesteel.formats.trellis_matrix import TrellisMatrix, TrellisScheme, padded, trellis_scheme
 
 INT_BITS = (3, 4, 8)
 GROUP_SIZES = (16, 32, 64, 128)
 FLOAT_SCALES: tuple[ScaleType, ...] = ("bf16", "fp16", "fp32")
-FORMAT_NAMES = tuple(entry.name for entry in FORMATS)
+FORMAT_NAMES = tuple(entry.name for entry in FORMATS if entry.name != "exl3")
+"""Formats of codes and scales."""
+
+TRELLIS_CODES = st.builds(
+    TrellisCode,
+    st.sampled_from([half / 2 for half in range(2, 17)]),
+    st.sampled_from(["mcg", "3inst", "mul1"]),
+)
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _GPTQ_LAYOUTS = ("v1", "v2", "v1-without-g_idx", "v2-without-g_idx")
@@ -91,6 +100,21 @@ def schemes(
 
 
 @st.composite
+def stored_trellises(
+    draw: st.DrawFn, *, max_size: int = 300
+) -> tuple[TrellisScheme, dict[str, Tensor]]:
+    """A scheme of EXL3 and tensors that a file may hold for it: any tiles, scales near 1."""
+    scheme = trellis_scheme(
+        draw(st.integers(1, max_size)),
+        draw(st.integers(1, max_size)),
+        draw(TRELLIS_CODES),
+        layout=draw(st.sampled_from(["", "signs"])),
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    return scheme, format_named("exl3").pack(scheme, random_trellis(scheme, generator))
+
+
+@st.composite
 def matrices(
     draw: st.DrawFn, scheme: Scheme, *, scales: Literal["any", "ordinary"] = "any"
 ) -> QuantizedMatrix:
@@ -132,6 +156,18 @@ def stored_layers(draw: st.DrawFn, scheme: Scheme) -> dict[str, Tensor]:
         if _is_free(scheme, suffix):
             stored[suffix] = random_bits(header.shape, header.dtype, generator)
     return stored
+
+
+def random_trellis(scheme: TrellisScheme, generator: torch.Generator) -> TrellisMatrix:
+    """Any tiles, which stand for nearly normal weights; scales that make them small."""
+    tiles = torch.randint(-(2**15), 2**15, scheme.tiles, generator=generator)
+    scales: list[Tensor] = []
+    for size in (scheme.k, scheme.n):
+        signs = torch.randint(0, 2, (padded(size),), generator=generator) * 2.0 - 1
+        if scheme.layout != "signs":
+            signs *= (0.5 + torch.rand(padded(size), generator=generator)) / scheme.k**0.25
+        scales.append(signs.half())
+    return TrellisMatrix(trellis=tiles.short(), suh=scales[0], svh=scales[1])
 
 
 def headers_of(stored: dict[str, Tensor]) -> dict[str, TensorHeader]:

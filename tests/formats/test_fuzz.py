@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from firesteel.errors import FiresteelError
 from firesteel.formats.base import Scheme, TensorHeader
 from firesteel.formats.registry import detect, format_named
-from tests.strategies import bits_of, headers_of, random_bits, schemes, stored_layers
+from tests.strategies import (
+    bits_of,
+    headers_of,
+    random_bits,
+    schemes,
+    stored_layers,
+    stored_trellises,
+)
 
 LAYER = "model.layers.0.mlp.experts.3.gate_proj"
 DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float8_e4m3fn)
@@ -41,6 +48,8 @@ EXTRA = (
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[Scheme, dict[str, torch.Tensor]]:
+    if draw(st.integers(0, 8)) == 0:
+        return draw(stored_trellises(max_size=140))
     scheme = draw(schemes(max_n=32, max_groups=2))
     return scheme, draw(stored_layers(scheme))
 

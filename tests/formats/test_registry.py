@@ -86,7 +86,7 @@ def test_a_layer_quantised_otherwise_is_refused_not_taken_for_plain(suffixes):
     [
         {"quant_method": "bitsandbytes"},
         {"quant_method": "fp8"},
-        {"quant_method": "exl3"},
+        {"quant_method": "quip"},
         {"quant_method": "no such thing"},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"quantization": {"quant_algo": "W4A8_AWQ"}},

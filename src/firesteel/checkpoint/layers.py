@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -73,8 +74,16 @@ class ExpertLayer:
         return bool(self.sources)
 
     def scheme(self, part: int) -> Scheme:
-        """The scheme of every expert's projection `part`: 0 gate, 1 up, 2 down."""
+        """The scheme of the first expert's projection `part`: 0 gate, 1 up, 2 down.
+
+        Of others it may differ where matrices of several schemes can be in one stack (EXL3).
+        """
         return self.sources[part][0].scheme
+
+    def schemes(self, *parts: int) -> tuple[Scheme, ...]:
+        """The schemes of these projections of every expert, those of an expert together."""
+        experts = zip(*(self.sources[part] for part in parts), strict=True)
+        return tuple(source.scheme for expert in experts for source in expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,7 @@ class _Scanner:
         self.geometry = geometry
         self.recipe = recipe
         # Layers of a kind store the same suffixes, and a large model has 60,000 of them.
-        self._detected: dict[frozenset[str], Format | None] = {}
+        self._detected: dict[frozenset[str], Format[Any] | None] = {}
 
     def contents(self) -> Contents:
         self._check_layers()
@@ -222,7 +231,7 @@ class _Scanner:
             raise CheckpointError(f"{layer.prefix}: some experts are quantised and some are plain")
         for parts in ((0, 1), (2,)):
             schemes = {source.scheme for part in parts for source in found.sources[part]}
-            if len(schemes) > 1:
+            if len({scheme.stack_key for scheme in schemes}) > 1:
                 raise UnsupportedError(
                     f"{layer.prefix}: matrices that are used together must be stored alike, "
                     f"got {' and '.join(map(str, schemes))}"
@@ -266,7 +275,7 @@ class _Scanner:
                     source = self._plain(where, tensors, part)
                 else:
                     source, extras = self._quantized(form, where, tensors)
-                    self._check_shape(where, source.scheme, part)
+                    source = replace(source, scheme=self._fitted(where, source.scheme, part))
                     found.extras.extend(extras)
                 if source is not None:
                     found.sources[part].append(source)
@@ -318,7 +327,7 @@ class _Scanner:
 
     def _fused_quantized(
         self,
-        form: Format,
+        form: Format[Any],
         where: str,
         tensors: Mapping[str, str],
         headers: Mapping[str, TensorHeader],
@@ -331,7 +340,7 @@ class _Scanner:
                     f"must have {self.geometry.num_experts} experts first"
                 )
         scheme = form.scheme(self.checkpoint.quantization, where, headers)
-        self._check_shape(where, scheme, part)
+        scheme = self._fitted(where, scheme, part)
         needed = form.tensors(scheme)
         self._check_suffixes(where, tensors, set(needed))
         for expert in range(self.geometry.num_experts):
@@ -352,7 +361,7 @@ class _Scanner:
                 yield self._rounded(plain, part)
 
     def _quantized(
-        self, form: Format, layer: str, tensors: Mapping[str, str]
+        self, form: Format[Any], layer: str, tensors: Mapping[str, str]
     ) -> tuple[QuantizedSource, list[str]]:
         """The source of one matrix and the names of tensors kept but not read."""
         headers = {suffix: self.checkpoint.headers[name] for suffix, name in tensors.items()}
@@ -402,7 +411,7 @@ class _Scanner:
         found = _LAYER.match(layer + ".")
         return found is not None and int(found[1]) >= self.geometry.num_layers
 
-    def _format(self, layer: str, tensors: Mapping[str, str]) -> Format | None:
+    def _format(self, layer: str, tensors: Mapping[str, str]) -> Format[Any] | None:
         if not self.checkpoint.quantization:
             return None
         suffixes = frozenset(tensors)
@@ -426,12 +435,15 @@ class _Scanner:
                 f"tensor {name}: shape {list(header.shape)}, the config gives {list(shape)}"
             )
 
-    def _check_shape(self, where: str, scheme: Scheme, part: int) -> None:
-        if (scheme.n, scheme.k) != self.geometry.shape(part):
+    def _fitted(self, where: str, scheme: Scheme, part: int) -> Scheme:
+        """The scheme of a projection, whose size the config gives."""
+        fitted = scheme.fitted(*self.geometry.shape(part))
+        if fitted is None:
             raise CheckpointError(
                 f"{where}: stored as [{scheme.n}, {scheme.k}], "
                 f"the config gives {list(self.geometry.shape(part))}"
             )
+        return fitted
 
     def _check_suffixes(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from firesteel.checkpoint.files import Reader
 from firesteel.errors import CheckpointError
-from firesteel.formats.base import QuantizedMatrix, Scheme
+from firesteel.formats.base import Matrix, Scheme
 from firesteel.formats.quantize import Recipe, quantize_matrix
 from firesteel.formats.registry import format_named
 
@@ -30,7 +30,7 @@ class Source(Protocol):
         """How the matrix is stored once read."""
         ...
 
-    def read(self, reader: Reader) -> QuantizedMatrix:
+    def read(self, reader: Reader) -> Matrix:
         """The matrix in memory of its own."""
         ...
 
@@ -53,7 +53,7 @@ class QuantizedSource:
     index: int | None = None
     rows: slice = field(default_factory=lambda: slice(None))
 
-    def read(self, reader: Reader) -> QuantizedMatrix:
+    def read(self, reader: Reader) -> Matrix:
         """Read and unpack.
 
         Raises
@@ -100,7 +100,7 @@ class RoundedSource:
     recipe: Recipe
     scheme: Scheme
 
-    def read(self, reader: Reader) -> QuantizedMatrix:
+    def read(self, reader: Reader) -> Matrix:
         """Read and round to the recipe's nearest codes.
 
         Raises

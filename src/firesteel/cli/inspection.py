@@ -33,7 +33,7 @@ class _Storage:
     format: str
     title: str
     element: str
-    bits: int
+    bits: float
     group_size: int | None
     has_zero_points: bool
     has_group_index: bool
@@ -49,7 +49,7 @@ class _Storage:
             format=scheme.format,
             title=format_named(scheme.format).title,
             element=scheme.element,
-            bits=scheme.bits,
+            bits=scheme.bits_a_weight,
             group_size=None if is_row else scheme.group_size,
             has_zero_points=scheme.has_zero_points,
             has_group_index=scheme.has_group_index,
@@ -59,7 +59,7 @@ class _Storage:
         )
 
     @classmethod
-    def plain(cls, dtype: str, bits: int) -> _Storage:
+    def plain(cls, dtype: str, bits: float) -> _Storage:
         return cls("plain", "not quantised", dtype, bits, None, False, False, None, "none", "")
 
 

@@ -35,12 +35,12 @@ from firesteel.formats.stored import GROUP_SIZES, config_value, optional_value
 
 __all__ = ["AutoRound"]
 
-_INNER: dict[str, Format] = {"gptq": Gptq(), "awq": Awq()}
+_INNER: dict[str, Format[QuantizedMatrix]] = {"gptq": Gptq(), "awq": Awq()}
 _PREFIX = "auto_round"
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
-class AutoRound(Format):
+class AutoRound(Format[QuantizedMatrix]):
     """auto-round native, over the tensors of GPTQ or AWQ; `Scheme.layout` says which."""
 
     name = "auto-round"
@@ -105,7 +105,7 @@ class AutoRound(Format):
         return config
 
 
-def _inner(scheme: Scheme) -> tuple[Format, Scheme]:
+def _inner(scheme: Scheme) -> tuple[Format[QuantizedMatrix], Scheme]:
     """The format whose tensors these are, and the scheme as it knows it."""
     name, _, layout = scheme.layout.partition(":")
     return _INNER[name], replace(scheme, format=name, layout=layout)

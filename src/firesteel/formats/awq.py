@@ -51,7 +51,7 @@ _NIBBLE_OF_ROW = (0, 4, 1, 5, 2, 6, 3, 7)
 _ROW_OF_NIBBLE = tuple(_NIBBLE_OF_ROW.index(nibble) for nibble in range(_CODES_A_WORD))
 
 
-class Awq(Format):
+class Awq(Format[QuantizedMatrix]):
     """AWQ "gemm" as AutoAWQ, auto-round and gptqmodel write it."""
 
     name = "awq"

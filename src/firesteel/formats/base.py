@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "Element",
     "Format",
     "GlobalScale",
+    "Matrix",
     "Multiplier",
     "QuantizedMatrix",
     "Scheme",
@@ -154,9 +155,37 @@ class Scheme:
         return ELEMENTS[self.element].bits
 
     @property
+    def bits_a_weight(self) -> float:
+        """Bits that a weight takes, without scales."""
+        return self.bits
+
+    @property
     def num_groups(self) -> int:
         """Scale groups in a row."""
         return self.k // self.group_size
+
+    @property
+    def stack_key(self) -> object:
+        """Matrices for which this is equal can be in one stack."""
+        return self
+
+    def fitted(self, n: int, k: int) -> Scheme | None:
+        """The scheme of a matrix `[n, k]` in a file that says this one; None if it cannot be.
+
+        Formats that pad matrices do not say how far.
+        """
+        return self if (n, k) == (self.n, self.k) else None
+
+
+class Matrix(Protocol):
+    """The numbers of one matrix as its format stores them."""
+
+    def dequantize(self, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix `[n, k]` in `dtype`: computed in fp32 and rounded to `dtype` once."""
+        ...
+
+
+M = TypeVar("M", bound=Matrix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,7 +226,7 @@ class QuantizedMatrix:
         return (numbers * scales[:, index]).to(dtype)
 
 
-class Format(abc.ABC):
+class Format(abc.ABC, Generic[M]):
     """One checkpoint format. Stateless; the registry holds one instance of each.
 
     `stored` maps a suffix, which follows the layer's name and a dot ("qweight", "weight_scale"), to
@@ -245,7 +274,7 @@ class Format(abc.ABC):
         """Every tensor that a layer of this scheme must have: suffix to header."""
 
     @abc.abstractmethod
-    def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
+    def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> M:
         """Stored tensors to numbers, exactly.
 
         Raises
@@ -254,7 +283,7 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def pack(self, scheme: Scheme, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    def pack(self, scheme: Scheme, matrix: M) -> dict[str, Tensor]:
         """Numbers to stored tensors, exactly: `unpack` of the result gives the same bits."""
 
     @abc.abstractmethod

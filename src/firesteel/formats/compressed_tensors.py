@@ -76,7 +76,7 @@ _UNPACK: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 }
 
 
-class CompressedTensors(Format):
+class CompressedTensors(Format[QuantizedMatrix]):
     """`pack-quantized` of compressed-tensors (llmcompressor), group and channel strategies."""
 
     name = "compressed-tensors"

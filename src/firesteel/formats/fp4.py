@@ -134,7 +134,7 @@ class Fp4Layout:
         return Divisor(value) if is_divisor else Multiplier(value)
 
 
-class Fp4Format(Format):
+class Fp4Format(Format[QuantizedMatrix]):
     """A format that is a layout and a config; subclasses read and write the config."""
 
     layout: ClassVar[Fp4Layout]

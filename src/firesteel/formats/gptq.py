@@ -79,7 +79,7 @@ class GptqOptions:
     version: Literal["v1", "v2"]
 
 
-class Gptq(Format):
+class Gptq(Format[QuantizedMatrix]):
     """GPTQ as AutoGPTQ and gptqmodel write it, 3, 4 and 8 bits."""
 
     name = "gptq"

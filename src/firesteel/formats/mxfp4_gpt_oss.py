@@ -39,7 +39,7 @@ _GROUP_SIZE = 32
 _BLOCK_BYTES = _GROUP_SIZE // 2
 
 
-class Mxfp4GptOss(Format):
+class Mxfp4GptOss(Format[QuantizedMatrix]):
     """MXFP4 experts of gpt-oss."""
 
     name = "mxfp4-gpt-oss"

@@ -46,6 +46,7 @@ from firesteel.formats.base import (
     SCALE_DTYPES,
     Divisor,
     GlobalScale,
+    Matrix,
     Multiplier,
     QuantizedMatrix,
     Scheme,
@@ -58,6 +59,7 @@ from firesteel.formats.expand import (
     e2m1_words,
     scaled_numbers,
 )
+from firesteel.formats.trellis_matrix import TrellisScheme, padded
 
 __all__ = [
     "TILE_ROWS",
@@ -78,6 +80,8 @@ _PLANES = {8: 1, 4: 4, 3: 8}
 
 def packed_bytes(scheme: Scheme) -> int:
     """Bytes that one matrix of this scheme takes in memory, scales and padding included."""
+    if isinstance(scheme, TrellisScheme):
+        return 2 * (torch.Size(scheme.tiles).numel() + padded(scheme.n) + padded(scheme.k))
     num_tiles, num_blocks = -(-scheme.n // TILE_ROWS), -(-scheme.k // BLOCK_K)
     codes = num_tiles * num_blocks * TILE_ROWS * 16 * scheme.bits
     group = SCALE_DTYPES[scheme.scale].itemsize + scheme.has_zero_points
@@ -182,6 +186,23 @@ class WeightStack(nn.Module):
         """`[E, P*n, k]`, the shape of the stack expanded."""
         return (self.num_matrices, self.num_parts * self.scheme.n, self.scheme.k)
 
+    def scheme_of(self, index: int, part: int) -> Scheme:
+        """How one matrix was stored."""
+        del index, part
+        return self.scheme
+
+    def write(self, index: int, part: int, matrix: Matrix) -> None:
+        """Put one matrix into its place. The rest of the stack is not touched."""
+        raise NotImplementedError
+
+    def read(self, index: int, part: int) -> Matrix:
+        """The numbers of one matrix, exactly as `write` was given them."""
+        raise NotImplementedError
+
+    def linear(self, index: int, x: Tensor) -> Tensor:
+        """`x @ W.T` with matrix `index`: `[M, P*n]` from `[M, k]`, in x's dtype."""
+        raise NotImplementedError
+
     def rows_of(self, part: int) -> slice:
         """The rows of a matrix that are `part`."""
         return slice(part * self.scheme.n, (part + 1) * self.scheme.n)
@@ -219,12 +240,13 @@ class PackedWeights(WeightStack):
         self.register_buffer(name, None if shape is None else torch.empty(shape, dtype=dtype))
 
     @torch.no_grad()
-    def write(self, index: int, part: int, matrix: QuantizedMatrix) -> None:
+    def write(self, index: int, part: int, matrix: Matrix) -> None:
         """Pack one matrix into its place. The rest of the stack is not touched.
 
         Raises
             CheckpointError: a group of an act-order matrix does not have `group_size` columns.
         """
+        assert isinstance(matrix, QuantizedMatrix)
         scheme, rows = self.scheme, self.rows_of(part)
         codes = matrix.codes
         if scheme.has_group_index:

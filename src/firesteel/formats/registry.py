@@ -13,6 +13,7 @@ from firesteel.formats.auto_round import AutoRound
 from firesteel.formats.awq import Awq
 from firesteel.formats.base import Format
 from firesteel.formats.compressed_tensors import CompressedTensors
+from firesteel.formats.exl3 import Exl3
 from firesteel.formats.gptq import Gptq
 from firesteel.formats.mxfp4 import Mxfp4
 from firesteel.formats.mxfp4_gpt_oss import Mxfp4GptOss
@@ -21,7 +22,7 @@ from firesteel.formats.nvfp4_modelopt import Nvfp4Modelopt
 
 __all__ = ["FORMATS", "detect", "format_named", "formats_for"]
 
-FORMATS: tuple[Format, ...] = (
+FORMATS: tuple[Format[Any], ...] = (
     CompressedTensors(),
     Gptq(),
     Awq(),
@@ -30,6 +31,7 @@ FORMATS: tuple[Format, ...] = (
     Mxfp4GptOss(),
     Nvfp4(),
     Nvfp4Modelopt(),
+    Exl3(),
 )
 
 # Suffixes that only a quantised layer has, of any tool: none of these may pass for a plain weight.
@@ -50,7 +52,7 @@ _QUANTIZED = frozenset(
 )
 
 
-def format_named(name: str) -> Format:
+def format_named(name: str) -> Format[Any]:
     """The format of that name.
 
     Raises
@@ -62,7 +64,7 @@ def format_named(name: str) -> Format:
     raise UnsupportedError(f"format: got {name!r}, known are {_names()}")
 
 
-def formats_for(config: Mapping[str, Any]) -> list[Format]:
+def formats_for(config: Mapping[str, Any]) -> list[Format[Any]]:
     """The formats that a checkpoint with this quantization_config may hold, at least one.
 
     Raises
@@ -80,7 +82,7 @@ def formats_for(config: Mapping[str, Any]) -> list[Format]:
     raise UnsupportedError(f"quantization_config: got {_describe(config)}, known are {_names()}")
 
 
-def detect(config: Mapping[str, Any], stored_suffixes: Collection[str]) -> Format | None:
+def detect(config: Mapping[str, Any], stored_suffixes: Collection[str]) -> Format[Any] | None:
     """The format of one layer, by the suffixes it stores; None where its weight is plain.
 
     Raises

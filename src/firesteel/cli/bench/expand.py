@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from firesteel.errors import UnsupportedError
-from firesteel.formats.packed import PackedWeights
+from firesteel.formats.packed import WeightStack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,13 +77,14 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.to(torch.bfloat16), requires_grad=False)
 
 
-def _expand(weights: PackedWeights) -> Tensor:
+def _expand(weights: WeightStack) -> Tensor:
     """`[E, P*n, k]` bf16 in the natural order of columns, one matrix at a time."""
     device = next(weights.buffers()).device
     dense = torch.empty(weights.shape, dtype=torch.bfloat16, device=device)
     n = weights.scheme.n
     for index in range(weights.num_matrices):
         for part in range(weights.num_parts):
-            matrix = weights.read(index, part).dequantize(weights.scheme, torch.bfloat16)
+            scheme = weights.scheme_of(index, part)
+            matrix = weights.read(index, part).dequantize(scheme, torch.bfloat16)
             dense[index, part * n : (part + 1) * n] = matrix
     return dense

@@ -172,9 +172,8 @@ def attach_kernels(
     }
     for path, key in specs.items():
         module = modules[path]
-        tensors = operand_tensors(
-            module.gate_up, module.down, bias13=module.gate_up_bias, bias2=module.down_bias
-        )
+        w13, w2 = (_packed(stack) for stack in (module.gate_up, module.down))
+        tensors = operand_tensors(w13, w2, bias13=module.gate_up_bias, bias2=module.down_bias)
         module.kernels = LayerKernels(ready[key], tensors, arenas[key[1]])
         report.num_layers += 1
     report.ready = list(ready.values())
@@ -189,6 +188,17 @@ def _device_of(module: PackedExperts) -> torch.device:
     return devices.pop()
 
 
+def _packed(stack: WeightStack) -> PackedWeights:
+    """The stack, in the form that kernels read.
+
+    Raises
+        UnsupportedError: it is in another.
+    """
+    if not isinstance(stack, PackedWeights):
+        raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
+    return stack
+
+
 def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     """What a layer's kernels must be planned for.
 
@@ -198,13 +208,10 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     device = _device_of(module)
     if device.type != "cuda":
         raise UnsupportedError(f"device: {device}, kernels need a CUDA device")
-    stacks: list[WeightStack] = [module.gate_up, module.down]
-    for stack in stacks:
-        if not isinstance(stack, PackedWeights):
-            raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
+    w13, w2 = _packed(module.gate_up), _packed(module.down)
     spec = moe_spec_of(
-        module.gate_up.scheme,
-        module.down.scheme,
+        w13.scheme,
+        w2.scheme,
         num_experts=module.num_experts,
         hidden_size=module.hidden_dim,
         intermediate_size=module.intermediate_dim,
@@ -213,5 +220,5 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
         dtype=model.dtype,
         has_bias=module.gate_up_bias is not None,
     )
-    check_scale_range(spec, w13=module.gate_up.scales, w2=module.down.scales)
+    check_scale_range(spec, w13=w13.scales, w2=w2.scales)
     return replace(spec.for_target(device_target(device)), table=table_of_device(device))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from firesteel.checkpoint.families import Geometry
 from firesteel.errors import InvalidArgumentError
 from firesteel.formats.base import Scheme
-from firesteel.formats.packed import PackedWeights
+from firesteel.formats.packed import PackedWeights, WeightStack
+from firesteel.formats.trellis_matrix import TrellisScheme
+from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.moe.activation import Activation
 from firesteel.moe.experts import DenseWeights, MoeWeights
 from firesteel.moe.torch_backend import run_experts
@@ -50,7 +52,7 @@ class _Watched(nn.Module):
         return super()._apply(fn, recurse)
 
 
-class _ExpertWeights(_Watched, PackedWeights):
+class _OfExperts(_Watched):
     """A stack of an experts module, which it tells what it notices."""
 
     def watch(self, experts: PackedExperts) -> None:
@@ -68,13 +70,29 @@ class _ExpertWeights(_Watched, PackedWeights):
         return {name: value for name, value in self.__dict__.items() if name != "_experts"}
 
 
+class _ExpertWeights(_OfExperts, PackedWeights):
+    pass
+
+
+class _ExpertTrellis(_OfExperts, TrellisWeights):
+    pass
+
+
+def _expert_stack(schemes: Sequence[Scheme], num_parts: int) -> WeightStack:
+    """A stack of an experts module; schemes of each part of each expert, an expert's together."""
+    num_experts = len(schemes) // num_parts
+    if isinstance(schemes[0], TrellisScheme):
+        return _ExpertTrellis(cast(Sequence[TrellisScheme], schemes), num_experts, num_parts)
+    return _ExpertWeights(schemes[0], num_experts, num_parts)
+
+
 class PackedExperts(_Watched):
     """The experts of one layer, packed; called as transformers calls its own experts modules.
 
     Args:
         config: the model's config, which holds the experts implementation in use.
         geometry: E, K and N.
-        schemes: of gate and up, and of down.
+        schemes: of gate and up of each expert, an expert's together; and of down.
         activation: between the two products.
         bias_dtype: type of the biases; None where the family has none.
     """
@@ -86,7 +104,7 @@ class PackedExperts(_Watched):
         self,
         config: Any,
         geometry: Geometry,
-        schemes: tuple[Scheme, Scheme],
+        schemes: tuple[Sequence[Scheme], Sequence[Scheme]],
         activation: Activation,
         bias_dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,8 +115,8 @@ class PackedExperts(_Watched):
         self.intermediate_dim = geometry.intermediate_size
         self.activation = activation
         self.kernels: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self.gate_up: PackedWeights = _ExpertWeights(schemes[0], geometry.num_experts, num_parts=2)
-        self.down: PackedWeights = _ExpertWeights(schemes[1], geometry.num_experts)
+        self.gate_up: WeightStack = _expert_stack(schemes[0], num_parts=2)
+        self.down: WeightStack = _expert_stack(schemes[1], num_parts=1)
         self._watch()
         for name, rows in (
             ("gate_up_bias", 2 * geometry.intermediate_size),
@@ -130,7 +148,7 @@ class PackedExperts(_Watched):
 
     def _watch(self) -> None:
         for stack in (self.gate_up, self.down):
-            if isinstance(stack, _ExpertWeights):
+            if isinstance(stack, _OfExperts):
                 stack.watch(self)
 
     def drop_kernels(self) -> None:
@@ -174,7 +192,11 @@ class PackedLinear(nn.Module):
         self.in_features = scheme.k
         self.out_features = scheme.n
         self.dtype = dtype
-        self.packed = PackedWeights(scheme, num_matrices=1)
+        self.packed: WeightStack = (
+            TrellisWeights([scheme], num_matrices=1)
+            if isinstance(scheme, TrellisScheme)
+            else PackedWeights(scheme, num_matrices=1)
+        )
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -95,7 +95,7 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
             continue
         if found in packed or found in expanded:
             raise CheckpointError(f"{source.layer}: a second layer for the model's {found}")
-        _check_shape(found, finder.modules[found], source)
+        source = _fitted(found, finder.modules[found], source)
         finder.check_not_tied(found, source.layer)
         stays_packed = type(finder.modules[found]) is nn.Linear and not finder.is_fp32(found)
         (packed if stays_packed else expanded)[found] = source
@@ -167,11 +167,14 @@ class _Finder:
         return any(pattern.search(f"{path}.weight") for pattern in self._fp32)
 
 
-def _check_shape(path: str, module: nn.Module, source: QuantizedSource) -> None:
+def _fitted(path: str, module: nn.Module, source: QuantizedSource) -> QuantizedSource:
+    """The source with the shape of the module that takes it, which some formats pad."""
     weight = getattr(module, "weight", None)
     shape = None if weight is None else list(weight.shape)
-    stored = [source.scheme.n, source.scheme.k]
-    if shape != stored:
+    scheme = source.scheme.fitted(*shape) if shape is not None and len(shape) == 2 else None
+    if scheme is None:
+        stored = [source.scheme.n, source.scheme.k]
         raise CheckpointError(
             f"{source.layer}: stored as {stored}, the model's {path}.weight is {shape}"
         )
+    return replace(source, scheme=scheme)

@@ -149,7 +149,7 @@ class FiresteelQuantizer(HfQuantizer):
         return PackedExperts(
             model.config,
             plan.contents.geometry,
-            (layer.scheme(0), layer.scheme(2)),
+            (layer.schemes(0, 1), layer.schemes(2)),
             _activation(model.config, plan),
             dtype if layer.biases else None,
         )

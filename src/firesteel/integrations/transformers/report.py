@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.formats.base import Scheme
 from firesteel.formats.stored import GROUP_SIZES
 from firesteel.formats.tiled_int4 import TiledInt4Weights
+from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.integrations.transformers.kernels import KernelReport
 from firesteel.integrations.transformers.plan import LoadPlan
 
@@ -82,6 +84,8 @@ class LoadReport:
 
 def describe(scheme: Scheme) -> str:
     """A scheme in a few words: "gptq int4 g128 asymmetric act-order"."""
+    if isinstance(scheme, TrellisScheme):
+        return f"{scheme.format} {scheme.element}"
     words = [scheme.format, scheme.element]
     is_channel = scheme.group_size == scheme.k and scheme.k not in GROUP_SIZES
     words.append("channel" if is_channel else f"g{scheme.group_size}")
@@ -90,6 +94,12 @@ def describe(scheme: Scheme) -> str:
     if scheme.has_group_index:
         words.append("act-order")
     return " ".join(words)
+
+
+def _storages(layer: ExpertLayer) -> list[str]:
+    """How the matrices of a layer are stored, each way once, in order of projections."""
+    schemes = dict.fromkeys(source.scheme for part in layer.sources for source in part)
+    return list(dict.fromkeys(map(describe, schemes)))
 
 
 def report_of(
@@ -104,10 +114,7 @@ def report_of(
     device = next(stacks[0].buffers()).device if stacks else model.device
     return LoadReport(
         family=plan.contents.family.title,
-        experts=Counter(
-            " / ".join(dict.fromkeys(describe(layer.scheme(part)) for part in (0, 2)))
-            for layer in plan.experts.values()
-        ),
+        experts=Counter(" / ".join(_storages(layer)) for layer in plan.experts.values()),
         linears=Counter(describe(source.scheme) for source in plan.packed.values()),
         expanded=tuple(plan.expanded),
         ignored=plan.ignored,
