@@ -22,11 +22,11 @@ from torch import Tensor
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import TensorHeader
 
-__all__ = ["Checkpoint", "Reader", "resolve"]
+__all__ = ["PICKLES", "Checkpoint", "Reader", "read_headers", "resolve"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -90,7 +90,7 @@ class Checkpoint:
         weight_map = _weight_map(path)
         shards = [_SINGLE] if weight_map is None else sorted(set(weight_map.values()))
         for shard in shards:
-            for name, header in _read_headers(path / shard).items():
+            for name, header in read_headers(path / shard).items():
                 if name in files:
                     raise CheckpointError(f"tensor {name}: in both {files[name]} and {shard}")
                 headers[name], files[name] = header, shard
@@ -227,7 +227,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
         return None
     index = path / _INDEX
     if not index.exists():
-        pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+        pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
         if pickles:
             raise CheckpointError(
                 f"checkpoint: {path} holds pickled weights ({', '.join(pickles[:3])}), which can "
@@ -266,7 +266,12 @@ def _check_index(weight_map: Mapping[str, str], files: Mapping[str, str]) -> Non
         raise CheckpointError(f"{_INDEX}: does not name {extra[0]}, which is in {files[extra[0]]}")
 
 
-def _read_headers(path: Path) -> dict[str, TensorHeader]:
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """The header of each tensor of one safetensors file.
+
+    Raises
+        CheckpointError: it is no such file.
+    """
     headers: dict[str, TensorHeader] = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from firesteel.checkpoint.families import PROJECTIONS
 from firesteel.checkpoint.files import Reader
 from firesteel.errors import CheckpointError
 from firesteel.formats.base import Matrix, Scheme
@@ -99,6 +100,12 @@ class RoundedSource:
     plain: PlainSource
     recipe: Recipe
     scheme: Scheme
+
+    def stored_name(self, prefix: str, expert: int, part: int) -> str:
+        """The name of the layer once it is stored: its own, or of a shared tensor one an expert."""
+        if self.plain.index is None:
+            return self.plain.tensor.removesuffix(".weight")
+        return f"{prefix}.{expert}.{PROJECTIONS[part]}"
 
     def read(self, reader: Reader) -> Matrix:
         """Read and round to the recipe's nearest codes.

@@ -1,4 +1,4 @@
-"""`firesteel inspect | generate | plan | build | audit | tune | env | bench`: parses commands.
+"""The command line of `firesteel`: parses commands and nothing else.
 
 The modules that do the work import torch, and some transformers; each command imports its own, so
 that `--help` is quick and `inspect` needs no host.
@@ -113,6 +113,25 @@ def inspect(*, checkpoint: CheckpointArgument, as_json: JsonOption = False) -> N
     from firesteel.cli.inspection import run
 
     run(checkpoint, as_json=as_json)
+
+
+@app.command()
+def quantize(
+    *,
+    checkpoint: CheckpointArgument,
+    recipe: Annotated[
+        str, typer.Option(help="How experts are to be stored: int4-g128, mxfp4, exl3-3.0-mcg, ...")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write: new, or empty.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write a plain checkpoint again with its experts quantised. Needs no host.
+
+    A run that was stopped goes on where it was when it is made again.
+    """
+    from firesteel.cli.quantizing import QuantizeRequest, run
+
+    run(QuantizeRequest(checkpoint=checkpoint, recipe=recipe, out=out), as_json=as_json)
 
 
 @app.command()

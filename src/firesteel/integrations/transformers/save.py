@@ -11,6 +11,7 @@ from torch import Tensor
 
 from firesteel.checkpoint.families import PROJECTIONS
 from firesteel.checkpoint.layers import ExpertLayer
+from firesteel.checkpoint.rounding import IGNORED
 from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source
 from firesteel.formats.registry import format_named
 from firesteel.integrations.transformers.modules import PackedExperts
@@ -31,7 +32,7 @@ def saved_config(plan: LoadPlan) -> dict[str, Any] | None:
     if not sources:
         return None
     assert isinstance(sources[0], RoundedSource)
-    return sources[0].recipe.config(ignore=[r"re:^(?!.*\.experts\.).*$"])
+    return sources[0].recipe.config(ignore=IGNORED)
 
 
 def stored_tensors(model: Any, plan: LoadPlan) -> dict[str, Tensor]:
@@ -90,10 +91,7 @@ def _named(
     if isinstance(source, QuantizedSource):
         return {source.tensors[suffix]: tensor for suffix, tensor in packed.items()}
     assert isinstance(source, RoundedSource)
-    if source.plain.index is None:
-        layer = source.plain.tensor.removesuffix(".weight")
-    else:
-        layer = f"{prefix}.{expert}.{PROJECTIONS[part]}"
+    layer = source.stored_name(prefix, expert, part)
     return {f"{layer}.{suffix}": tensor for suffix, tensor in packed.items()}
 
 
