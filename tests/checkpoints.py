@@ -138,6 +138,7 @@ STORAGES: dict[str, Storage] = {
     "mxfp4": Storage("mxfp4", "mxfp4"),
     "nvfp4": Storage("nvfp4", "nvfp4"),
     "nvfp4-modelopt": Storage("nvfp4-modelopt", "nvfp4"),
+    "nf3": Storage("nf3", "nf3", "tile-64"),
     "mxfp4-gpt-oss": Storage("mxfp4-gpt-oss", "mxfp4"),
 }
 """A storage for each format and each of its variants; the last one is gpt-oss' only."""

@@ -16,6 +16,7 @@ from firesteel.formats.compressed_tensors import CompressedTensors
 from firesteel.formats.gptq import Gptq
 from firesteel.formats.mxfp4 import Mxfp4
 from firesteel.formats.mxfp4_gpt_oss import Mxfp4GptOss
+from firesteel.formats.nf3 import Nf3
 from firesteel.formats.nvfp4 import Nvfp4
 from firesteel.formats.nvfp4_modelopt import Nvfp4Modelopt
 
@@ -30,6 +31,7 @@ FORMATS: tuple[Format, ...] = (
     Mxfp4GptOss(),
     Nvfp4(),
     Nvfp4Modelopt(),
+    Nf3(),
 )
 
 # Suffixes that only a quantised layer has, of any tool: none of these may pass for a plain weight.
@@ -38,6 +40,7 @@ _QUANTIZED = frozenset(
         "SCB",
         "absmax",
         "blocks",
+        "codes",
         "qweight",
         "trellis",
         "weight.absmax",
