@@ -23,6 +23,7 @@ from firesteel.formats.base import (
     Scheme,
     TensorHeader,
 )
+from firesteel.formats.nf3 import nf3_scheme
 from firesteel.formats.registry import FORMATS, format_named
 from firesteel.formats.trellis import TrellisCode
 from firesteel.formats.trellis_matrix import TrellisMatrix, TrellisScheme, padded, trellis_scheme
@@ -48,6 +49,8 @@ _FP4: dict[str, tuple[int, ScaleType, Literal["none", "multiplier", "divisor"]]]
     "nvfp4": (16, "e4m3", "divisor"),
     "nvfp4-modelopt": (16, "e4m3", "multiplier"),
 }
+# Scale bytes of NF3: 0, and 2**-10 to 30.
+_NF3_SCALES = torch.tensor((0, *range(8, 128)), dtype=torch.uint8)
 
 
 @st.composite
@@ -71,6 +74,11 @@ def schemes(
             scale=scale,
             global_scale=global_scale,
         )
+    if name == "nf3":
+        num_blocks = draw(st.integers(1, max(1, max_n // 64)))
+        tiles = [blocks for blocks in range(1, num_blocks + 1) if num_blocks % blocks == 0]
+        k, tile = 32 * draw(st.integers(1, max_groups)), draw(st.sampled_from(tiles))
+        return nf3_scheme(64 * num_blocks, k, 64 * tile)
     layout = draw(_layouts(name))
     is_awq = name == "awq" or layout == "awq:"
     bits = 3 if layout == "ten-a-word" else 4 if is_awq else draw(st.sampled_from(INT_BITS))
@@ -204,6 +212,8 @@ def _is_free(scheme: Scheme, suffix: str) -> bool:
     """Whether any bytes are valid in this tensor."""
     if suffix in ("weight", "blocks") or (suffix == "weight_packed" and scheme.bits == 4):
         return scheme.k * scheme.bits % 32 == 0 or scheme.element == "e2m1"
+    if suffix == "codes":
+        return True
     return suffix == "qweight" or (suffix == "qzeros" and scheme.has_zero_points)
 
 
@@ -229,6 +239,8 @@ def _any_scales(scheme: Scheme, shape: tuple[int, int], generator: torch.Generat
     dtype = SCALE_DTYPES[scheme.scale]
     if scheme.scale == "e8m0":
         return torch.randint(0, 255, shape, dtype=torch.uint8, generator=generator)
+    if scheme.scale == "e5m3":
+        return _NF3_SCALES[torch.randint(0, len(_NF3_SCALES), shape, generator=generator)]
     scales = random_bits(shape, dtype, generator)
     return torch.where(scales.float().isfinite(), scales.float(), 1.0).to(dtype)
 
@@ -237,6 +249,8 @@ def _ordinary_scales(scheme: Scheme, shape: tuple[int, int], generator: torch.Ge
     """Positive scales over two orders of magnitude."""
     if scheme.scale == "e8m0":
         return torch.randint(120, 127, shape, dtype=torch.uint8, generator=generator)
+    if scheme.scale == "e5m3":
+        return torch.randint(32, 88, shape, dtype=torch.uint8, generator=generator)
     top = max(1.0, 2.0 ** (scheme.bits - 1)) if ELEMENTS[scheme.element].values is None else 6.0
     spread = 10 ** (2 * torch.rand(shape, generator=generator) - 2)
     scale = spread / top if scheme.global_scale == "none" else 400 * spread

@@ -40,6 +40,7 @@ def base(tmp_path_factory):
         "nvfp4": write(root / "nvfp4", "qwen3_moe", STORAGES["nvfp4"]),
         "modelopt": write(root / "modelopt", "qwen3_moe", STORAGES["nvfp4-modelopt"]),
         "gpt_oss": write(root / "gpt_oss", "gpt_oss", STORAGES["mxfp4-gpt-oss"]),
+        "nf3": write(root / "nf3", "gpt_oss", STORAGES["nf3"]),
         "plain": write(root / "plain", "qwen3_moe"),
         "plain_fused": write(root / "plain_fused", "gpt_oss"),
     }
@@ -319,12 +320,47 @@ def test_experts_that_are_not_stored_alike_are_an_error(base, tmp_path):
         scanned(path)
 
 
+def test_units_of_nf3_are_not_cut_out_of_a_tensor_of_all_experts(base, tmp_path):
+    own = load_file(base["nf3"].path / "model.safetensors")
+    fused = {name: None for name in own if name.startswith(f"{FUSED}.")}
+    for suffix in ("codes", "scales"):
+        for projection, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj",) * 2):
+            names = [parts] if isinstance(parts, str) else parts
+            fused[f"{FUSED}.{projection}_{suffix}"] = torch.stack(
+                [
+                    torch.cat([own[f"{FUSED}.{expert}.{name}.{suffix}"] for name in names])
+                    for expert in range(4)
+                ]
+            )
+            bias = torch.zeros(4, 128)
+            fused[f"{FUSED}.{projection}_bias"] = bias
+    path = changed(base["nf3"], tmp_path, **fused)
+    with pytest.raises(UnsupportedError, match=rf"{FUSED}\.gate_up_proj: got all experts in one"):
+        scanned(path)
+
+
 def test_a_recipe_is_refused_where_it_cannot_be_used(base, tmp_path):
     for name in ("ct", "gpt_oss"):
         with pytest.raises(InvalidArgumentError, match="quantised already"):
             scanned(base[name].path, "int4-g32")
     with pytest.raises(InvalidArgumentError, match="recipe 'int4-g128': group_size"):
         scanned(base["plain"].path, "int4-g128")
+    path = write(tmp_path / "in", "olmoe", intermediate_size=96).path
+    with pytest.raises(InvalidArgumentError, match="recipe 'nf3': n: got 96, must be a multiple"):
+        scanned(path, "nf3")
+
+
+def test_a_weight_too_large_for_a_recipe_names_its_layer(base, tmp_path):
+    name = f"{EXPERT}.up_proj.weight"
+    weight = load_file(base["plain"].path / "model.safetensors")[name]
+    weight[3, 5] = -40
+    contents = scanned(changed(base["plain"], tmp_path, **{name: weight}), "nf3")
+    source = contents.experts[0].sources[1][2]
+    with contents.checkpoint.reader() as reader, pytest.raises(InvalidArgumentError) as caught:
+        source.read(reader)
+    assert str(caught.value) == (
+        f"{EXPERT}.up_proj: weight[3, 5]: got -40, must be below 32 in magnitude for nf3"
+    )
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])

@@ -13,6 +13,7 @@ from torch import Tensor
 from firesteel.formats.base import Scheme
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NF3_BITS = (0xBF80, 0xBF1B, 0xBEB6, 0xBE03, 0x3E03, 0x3EB6, 0x3F1B, 0x3F80)
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -38,17 +39,22 @@ def read(scheme: Scheme, stored: dict[str, Tensor]) -> Numbers:
         "nvfp4": _read_fp4,
         "nvfp4-modelopt": _read_fp4,
         "mxfp4-gpt-oss": _read_gpt_oss,
+        "nf3": _read_nf3,
     }
     return readers[scheme.format](scheme, stored)
 
 
 def dequantized(scheme: Scheme, numbers: Numbers) -> list[list[float]]:
-    """fp32 weights, in Python floats: each step rounded to fp32 as the tools do."""
+    """fp32 weights, in Python floats: each step rounded to fp32 as the tools do; NF3 to bf16."""
     rows = []
+    nf3 = [struct.unpack("<f", struct.pack("<HH", 0, bits))[0] for bits in NF3_BITS]
     for codes, zeros, scales in zip(numbers.codes, numbers.zeros, numbers.scales, strict=True):
         steps = [_step(scheme, scale, numbers.global_scale) for scale in scales]
         row = []
         for code, group in zip(codes, numbers.groups, strict=True):
+            if scheme.element == "nf3":
+                row.append(to_bf16(nf3[code] * steps[group]))
+                continue
             if scheme.element == "e2m1":
                 number = E2M1[code % 8] * (-1 if code >= 8 else 1)
             else:
@@ -72,6 +78,13 @@ def _to_fp32(number: float) -> float:
         return struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
         return float("inf") if number > 0 else float("-inf")
+
+
+def to_bf16(number: float) -> float:
+    """A number of fp32 rounded to bf16, ties to even; not for NaN."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return struct.unpack("<f", struct.pack("<HH", 0, bits))[0]
 
 
 def _stream(words: list[int], bits: int, count: int) -> list[int]:
@@ -180,6 +193,37 @@ def _read_gpt_oss(scheme: Scheme, stored: dict[str, Tensor]) -> Numbers:
         [code for block in row for code in _nibbles(block)] for row in stored["blocks"].tolist()
     ]
     scales = [[2.0 ** (byte - 127) for byte in row] for row in stored["scales"].tolist()]
+    return Numbers(codes, [[0] * scheme.num_groups] * scheme.n, scales, _runs(scheme))
+
+
+def nf3_place(
+    shape: tuple[int, int], tile_width: int, n: int, k: int
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The unit of code `[n, k]`, and (word of lo0, lo1 and hi, bit) of each of its three bits."""
+    half = tile_width // 2
+    wru = (n // 64) * 32 + ((n % 16) % 8) * 4 + (k % 8) // 2
+    unit = (wru // half) * (shape[1] // 16) * half + (k // 16) * half + wru % half
+    jj = (n % 64) // 16
+    v = ((n % 16) // 8) * 4 + k % 2 + 2 * ((k % 16) // 8)
+    low = 16 * (jj % 2) + 2 * v
+    return unit, ((jj // 2, low), (jj // 2, low + 1), (2, 8 * jj + v))
+
+
+def nf3_scale(byte: int) -> float:
+    """16 times the fp16 of bits `byte << 7`."""
+    return 16 * struct.unpack("<e", struct.pack("<H", byte << 7))[0]
+
+
+def _read_nf3(scheme: Scheme, stored: dict[str, Tensor]) -> Numbers:
+    units, tile_width = stored["codes"].tolist(), int(scheme.layout.removeprefix("tile-"))
+    codes = []
+    for n in range(scheme.n):
+        codes.append([])
+        for k in range(scheme.k):
+            unit, bits = nf3_place((scheme.n, scheme.k), tile_width, n, k)
+            found = [units[unit][word] >> bit & 1 for word, bit in bits]
+            codes[-1].append(found[0] + 2 * found[1] + 4 * found[2])
+    scales = [[nf3_scale(byte) for byte in row] for row in stored["scales"].tolist()]
     return Numbers(codes, [[0] * scheme.num_groups] * scheme.n, scales, _runs(scheme))
 
 

@@ -1,5 +1,7 @@
 """Packed weights as numbers and in products: the same bits as the plain definition."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -69,8 +71,16 @@ def assert_close(y: Tensor, x: Tensor, weight: Tensor) -> None:
     assert ((y.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("recipe", ["int4-g128-asym", "int3-g32", "int8-g128", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("n", [64, 65, 128, 200])
+@pytest.mark.parametrize(
+    ("recipe", "n"),
+    [
+        *itertools.product(
+            ("int4-g128-asym", "int3-g32", "int8-g128", "mxfp4", "nvfp4"), (64, 65, 128, 200)
+        ),
+        ("nf3", 64),
+        ("nf3", 128),
+    ],
+)
 def test_two_parts_of_whole_and_of_ragged_tiles(n: int, recipe: str) -> None:
     generator = torch.Generator().manual_seed(n)
     parts = [

@@ -59,7 +59,7 @@ def code_at(block: Tensor, element: str, column: int) -> int:
     data = [int(byte) for byte in block]
     if element == "int8":
         return data[column]
-    width = 16 if element == "int3" else 32
+    width = 16 if element in ("int3", "nf3") else 32
     plane, j = divmod(column, width)
     word = data[2 * j] | data[2 * j + 1] << 8
     if element == "e2m1":
@@ -101,7 +101,7 @@ def test_tiled_rows_come_back_and_spare_rows_are_zero(
 
 
 @given(
-    element=st.sampled_from(("int3", "int4", "int8", "e2m1")),
+    element=st.sampled_from(("int3", "int4", "int8", "e2m1", "nf3")),
     n=st.sampled_from((1, 63, 64, 65)),
     k=st.sampled_from((1, 127, 128, 129)),
     parts=st.integers(1, 2),
@@ -119,7 +119,7 @@ def test_any_size_comes_back_from_the_documented_addresses(
         k=k,
         group_size=1 if element == "int8" else k,
         scale="fp16",
-        has_zero_points=element != "e2m1",
+        has_zero_points=element not in ("e2m1", "nf3"),
     )
     generator = torch.Generator().manual_seed(seed)
     bits, groups = scheme.bits, (n, scheme.num_groups)

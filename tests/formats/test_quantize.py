@@ -56,7 +56,7 @@ def weights(draw: st.DrawFn, recipes: tuple[str, ...] = RECIPES) -> tuple[torch.
 
 def steps_of(scheme: Scheme, matrix: QuantizedMatrix) -> torch.Tensor:
     """The scale of each weight, float64 [n, k]."""
-    scales = scales_to_float(matrix.scales)
+    scales = scales_to_float(matrix.scales, scheme.scale)
     if matrix.global_scale is not None:
         scales = matrix.global_scale.apply(scales)
     return scales.double().repeat_interleave(scheme.group_size, 1)
@@ -123,7 +123,7 @@ def test_mxfp4_brings_the_largest_into_range(case):
     weight, recipe = case
     scheme, matrix = quantize_matrix(weight, recipe)
     largest = weight.double().unflatten(1, (-1, 32)).abs().amax(-1)
-    steps = scales_to_float(matrix.scales).double()
+    steps = scales_to_float(matrix.scales, scheme.scale).double()
     ratio = largest / steps
     assert bool(((ratio < 7) & ((ratio >= 3.5) | (largest == 0))).all())
     error = (matrix.dequantize(scheme).double() - weight.double()).abs()
@@ -137,7 +137,7 @@ def test_mxfp4_doubles_the_step_at_seven(largest, step):
     weight = torch.zeros(1, 32)
     weight[0, 3] = largest
     _, matrix = quantize_matrix(weight, parse_recipe("mxfp4"))
-    assert scales_to_float(matrix.scales).tolist() == [[step]]
+    assert scales_to_float(matrix.scales, "e8m0").tolist() == [[step]]
 
 
 @given(weights(("nvfp4",)))
@@ -196,6 +196,7 @@ def test_e2m1_ties_go_to_the_even_code():
         ("int8-channel", "int8", -1, False),
         ("mxfp4", "e2m1", 32, False),
         ("nvfp4", "e2m1", 16, False),
+        ("nf3", "nf3", 32, False),
     ],
 )
 def test_recipes_are_read(name, element, group_size, has_zero_points):
@@ -221,7 +222,9 @@ def test_recipes_are_read(name, element, group_size, has_zero_points):
 def test_other_recipes_list_those_allowed(name):
     with pytest.raises(InvalidArgumentError, match=f"recipe: got '{name}', must be int") as caught:
         parse_recipe(name)
-    assert all(word in str(caught.value) for word in ("g{16,32,", "channel", "asym", "nvfp4"))
+    assert all(
+        word in str(caught.value) for word in ("g{16,32,", "channel", "asym", "nvfp4", "nf3")
+    )
 
 
 @pytest.mark.parametrize(

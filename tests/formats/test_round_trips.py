@@ -63,7 +63,7 @@ def test_unpacking_agrees_with_the_oracle(case):
     matrix = format_named(scheme.format).unpack(scheme, stored)
     numbers = oracle.read(scheme, stored)
     assert matrix.codes.tolist() == numbers.codes
-    assert scales_to_float(matrix.scales).double().tolist() == numbers.scales
+    assert scales_to_float(matrix.scales, scheme.scale).double().tolist() == numbers.scales
     element = ELEMENTS[scheme.element]
     if scheme.has_zero_points:
         assert matrix.zero_points.tolist() == numbers.zeros

@@ -78,6 +78,10 @@ def test_group_sizes_that_kernels_read(group_size: int):
     [
         ({"element": "int8"}, "gate and up: element is int8, must be int4 or e2m1"),
         ({"element": "int3"}, "gate and up: element is int3, must be int4 or e2m1"),
+        (
+            {"element": "nf3", "scale": "e5m3"},
+            "gate and up: element is nf3, must be int4 or e2m1; none looks codes up in a table",
+        ),
         ({"element": "e2m1"}, "scales are fp16, must be one of e8m0, e4m3 of e2m1"),
         ({"element": "e2m1", "scale": "e8m0", "group_size": 16}, "got 16 for 256 columns, must be"),
         ({"element": "e2m1", "scale": "e4m3", "group_size": 16}, "global_scale: got 'none'"),

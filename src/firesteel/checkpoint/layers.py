@@ -333,6 +333,10 @@ class _Scanner:
         headers: Mapping[str, TensorHeader],
         part: int,
     ) -> Iterator[QuantizedSource]:
+        if not form.has_rows:
+            raise UnsupportedError(
+                f"{where}: got all experts in one tensor, {form.title} must have one an expert"
+            )
         for name in tensors.values():
             if self.checkpoint.headers[name].shape[:1] != (self.geometry.num_experts,):
                 raise CheckpointError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from firesteel.checkpoint.families import PROJECTIONS
 from firesteel.checkpoint.files import Reader
-from firesteel.errors import CheckpointError
+from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import Matrix, Scheme
 from firesteel.formats.quantize import Recipe, quantize_matrix
 from firesteel.formats.registry import format_named
@@ -112,9 +112,13 @@ class RoundedSource:
 
         Raises
             CheckpointError: the weights hold NaN or infinity.
+            InvalidArgumentError: the recipe cannot store them.
         """
         weight = self.plain.read(reader)
         if not torch.isfinite(weight).all():
             raise CheckpointError(f"{self.plain.layer}: weight holds NaN or infinity")
-        _, matrix = quantize_matrix(weight, self.recipe)
+        try:
+            _, matrix = quantize_matrix(weight, self.recipe)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self.plain.layer}: {error}") from error
         return matrix

@@ -96,7 +96,7 @@ class Awq(Format[QuantizedMatrix]):
 
     def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
         check_tensors(stored, self.tensors(scheme))
-        check_scales("scales", stored["scales"])
+        check_scales("scales", stored["scales"], scheme.scale)
         zeros = _unpack(stored["qzeros"], scheme.n)
         middle = ELEMENTS[scheme.element].zero_point
         if not scheme.has_zero_points and bool((zeros != middle).any()):

@@ -23,6 +23,7 @@ from firesteel.errors import CheckpointError, UnsupportedError
 __all__ = [
     "E2M1",
     "ELEMENTS",
+    "NF3",
     "SCALE_DTYPES",
     "Divisor",
     "Element",
@@ -37,7 +38,7 @@ __all__ = [
     "scales_to_float",
 ]
 
-ScaleType = Literal["bf16", "fp16", "fp32", "e4m3", "e8m0"]
+ScaleType = Literal["bf16", "fp16", "fp32", "e4m3", "e8m0", "e5m3"]
 
 SCALE_DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -46,6 +47,8 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
     "e4m3": torch.float8_e4m3fn,
     # Stored as the biased exponent; the value is 2**(byte - 127).
     "e8m0": torch.uint8,
+    # Bits 7 to 14 of the fp16 of a sixteenth: five of exponent, three of mantissa, no sign.
+    "e5m3": torch.uint8,
 }
 
 
@@ -55,11 +58,14 @@ class Element:
 
     Without `values`, a code is an integer: number = code - zero point, where the zero point of a
     symmetric matrix is `2**(bits - 1)`. With `values`, number = values[code].
+
+    With a `weight_dtype`, number * scale is rounded to it, and only then to the type asked for.
     """
 
     name: str
     bits: int
     values: tuple[float, ...] | None = None
+    weight_dtype: torch.dtype | None = None
 
     @property
     def zero_point(self) -> int:
@@ -71,9 +77,18 @@ class Element:
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = Element("e2m1", 4, _E2M1_MAGNITUDES + tuple(-value for value in _E2M1_MAGNITUDES))
 
+# Eight bf16 numbers: 0x3e03, 0x3eb6, 0x3f1b and 0x3f80, and the same negative.
+_NF3_MAGNITUDES = (0.1279296875, 0.35546875, 0.60546875, 1.0)
+NF3 = Element(
+    name="nf3",
+    bits=3,
+    values=tuple(-value for value in reversed(_NF3_MAGNITUDES)) + _NF3_MAGNITUDES,
+    weight_dtype=torch.bfloat16,
+)
+
 ELEMENTS: dict[str, Element] = {
     element.name: element
-    for element in (Element("int3", 3), Element("int4", 4), Element("int8", 8), E2M1)
+    for element in (Element("int3", 3), Element("int4", 4), Element("int8", 8), E2M1, NF3)
 }
 
 
@@ -207,9 +222,12 @@ class QuantizedMatrix:
     global_scale: GlobalScale | None = None
 
     def dequantize(self, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix `[n, k]` in `dtype`: computed in fp32 and rounded to `dtype` once."""
+        """The matrix `[n, k]` in `dtype`: computed in fp32 and rounded to `dtype` once.
+
+        Of an element with a `weight_dtype` it is rounded to that first.
+        """
         element = ELEMENTS[scheme.element]
-        scales = scales_to_float(self.scales)
+        scales = scales_to_float(self.scales, scheme.scale)
         if self.global_scale is not None:
             scales = self.global_scale.apply(scales)
         if self.group_index is None:
@@ -223,7 +241,7 @@ class QuantizedMatrix:
             numbers = self.codes.float() - self.zero_points.float()[:, index]
         else:
             numbers = self.codes.float() - element.zero_point
-        return (numbers * scales[:, index]).to(dtype)
+        return (numbers * scales[:, index]).to(element.weight_dtype or dtype).to(dtype)
 
 
 class Format(abc.ABC, Generic[M]):
@@ -237,6 +255,8 @@ class Format(abc.ABC, Generic[M]):
     name: ClassVar[str]
     title: ClassVar[str]
     """How `inspect` names the format."""
+    has_rows: ClassVar[bool] = True
+    """Whether rows of W can be cut out of its tensors; else gate and up never share one."""
 
     @abc.abstractmethod
     def claims(self, config: Mapping[str, Any]) -> bool:
@@ -302,8 +322,11 @@ def group_count(k: int, group_size: int) -> int:
     return k // group_size
 
 
-def scales_to_float(scales: Tensor) -> Tensor:
-    """Group scales as fp32, exactly; uint8 is an E8M0 exponent (255, its NaN, gives NaN)."""
-    if scales.dtype == torch.uint8:
+def scales_to_float(scales: Tensor, scale: ScaleType) -> Tensor:
+    """Group scales of type `scale` as fp32, exactly; bytes of no number give NaN or infinity."""
+    if scale == "e8m0":
         return scales.view(torch.float8_e8m0fnu).float()
+    if scale == "e5m3":
+        # fp32 has every fp16, and 16 is a power of two.
+        return (scales.short() << 7).view(torch.float16).float() * 16
     return scales.float()

@@ -155,7 +155,7 @@ class CompressedTensors(Format[QuantizedMatrix]):
                 f"weight_shape: got {shape}, must be {[scheme.n, scheme.k]} as the shapes of "
                 f"weight_packed and weight_scale say"
             )
-        check_scales("weight_scale", stored["weight_scale"])
+        check_scales("weight_scale", stored["weight_scale"], scheme.scale)
         unpack = _UNPACK[scheme.layout]
         zeros = index = None
         if scheme.has_zero_points:

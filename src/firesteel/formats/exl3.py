@@ -13,7 +13,7 @@ Source: exllamav3 0.0.4x, modules/quant/exl3.py, for names and types.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Exl3(Format[TrellisMatrix]):
 
     name = "exl3"
     title = "EXL3"
-    has_rows: ClassVar[bool] = False
+    has_rows = False
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == self.name
@@ -109,7 +109,7 @@ class Exl3(Format[TrellisMatrix]):
             if scheme.layout == _SIGNS:
                 scales.append(sign_bits_to_scales(stored[suffix]))
             else:
-                check_scales(suffix, stored[suffix])
+                check_scales(suffix, stored[suffix], scheme.scale)
                 scales.append(stored[suffix].clone())
         return TrellisMatrix(trellis=stored["trellis"].clone(), suh=scales[0], svh=scales[1])
 

@@ -4,6 +4,8 @@ Codes of 3 and 4 bits go through a table: an int16 word of planes picks all its 
 they come out column-interleaved (number i of word j is of column `C * i + j` in its block of 128,
 where C is the width of a plane). Where one scale covers a whole block the interleaved order is
 kept and the activations are put into the same order, which is cheaper than sorting the weights.
+Of 3-bit integers the high bits add 4 from a table of their own. A codebook is no such sum: there
+the low bits of four planes and their high bits make one index of 12 bits.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ def scaled_numbers(
 ) -> Tensor:
     """(code - zero point or value) * scale, rounded to `dtype` once.
 
+    Of an element with a `weight_dtype` it is rounded to that first.
+
     name         shape                  dtype
     codes        [..., n, B, 16*bits]   uint8, as `pack_codes` lays them out; rows may be strided
     scales       [..., n, g]            any float; the product is exact in fp32
@@ -64,6 +68,9 @@ def scaled_numbers(
     returns      [..., n, B * 128]      `dtype`, contiguous; padded columns hold arbitrary finite
                                         numbers
     """
+    own = ELEMENTS[scheme.element].weight_dtype
+    if own is not None and own != dtype:
+        return scaled_numbers(codes, scheme, scales, zero_points, own).to(dtype)
     numbers = _numbers(codes, scheme, zero_points is not None, dtype)
     if zero_points is not None:
         _by_group(numbers, scheme).sub_(_spread(zero_points, scheme).to(dtype))
@@ -130,12 +137,16 @@ def _numbers(codes: Tensor, scheme: Scheme, is_asymmetric: bool, dtype: torch.dt
     width = _PLANE_WIDTH[element.bits]
     num_blocks = codes.shape[:-1].numel()
     num_planes = BLOCK_K // width
-    words = codes[..., : 2 * width].view(torch.uint16)
-    table = _word_table(scheme.element, zero_point, dtype, codes.device)
-    numbers = _look_up(table, words, num_planes, dtype)
-    if element.bits == 3:
-        high = _high_table(dtype, codes.device)
-        numbers += _look_up(high, codes[..., 2 * width :], num_planes, dtype)
+    if element.bits == 3 and element.values is not None:
+        table = _codebook_table(scheme.element, dtype, codes.device)
+        numbers = _look_up(table, _codebook_words(codes), num_planes // 2, dtype)
+    else:
+        words = codes[..., : 2 * width].view(torch.uint16)
+        table = _word_table(scheme.element, zero_point, dtype, codes.device)
+        numbers = _look_up(table, words, num_planes, dtype)
+        if element.bits == 3:
+            high = _high_table(dtype, codes.device)
+            numbers += _look_up(high, codes[..., 2 * width :], num_planes, dtype)
     # [blocks, columns of a plane, planes]
     numbers = numbers.view(num_blocks, width, num_planes)
     if not is_interleaved(scheme):
@@ -170,3 +181,26 @@ def _high_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """`[256, 8]`: 4 for each bit that is set, the high bit of a 3-bit code."""
     bits = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) & 1
     return (bits * 4).to(dtype)
+
+
+def _codebook_words(codes: Tensor) -> Tensor:
+    """Blocks `[..., 48]` of 3-bit codes to int32 `[..., 16, 2]`, each of four planes of a column.
+
+    Bits 0 to 7 hold the low two bits of each code, bits 8 to 11 the high bits.
+    """
+    low, high = (
+        part.to(torch.int32, memory_format=torch.contiguous_format)
+        for part in codes.split((32, 16), dim=-1)
+    )
+    # Planes 0 to 3 take the low half of the byte of high bits, 4 to 7 the high half.
+    shifts = torch.arange(8, 0, -4, dtype=torch.int32, device=codes.device)
+    return ((high.unsqueeze(-1) << shifts) & 0xF00).bitwise_or_(low.unflatten(-1, (16, 2)))
+
+
+@lru_cache(maxsize=8)
+def _codebook_table(element: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[4096, 4]`: the numbers of each of `_codebook_words`."""
+    words = torch.arange(1 << 12, device=device).unsqueeze(1)
+    planes = torch.arange(4, device=device)
+    codes = ((words >> (2 * planes)) & 3) | (((words >> (8 + planes)) & 1) << 2)
+    return torch.tensor(ELEMENTS[element].values, dtype=dtype, device=device)[codes]

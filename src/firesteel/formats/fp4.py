@@ -97,10 +97,11 @@ class Fp4Layout:
             CheckpointError: a tensor is not as `tensors` says, or a scale is not a number.
         """
         check_tensors(stored, self.tensors(scheme))
-        check_scales(self.scales, stored[self.scales])
+        check_scales(self.scales, stored[self.scales], self.scale)
         global_scale = self._read_global_scale(stored)
         if global_scale is not None:
-            largest = 6 * global_scale.apply(scales_to_float(stored[self.scales]))
+            scales = scales_to_float(stored[self.scales], self.scale)
+            largest = 6 * global_scale.apply(scales)
             if not bool(largest.isfinite().all()):
                 raise CheckpointError(
                     f"{self.global_scale}: got {global_scale.value.item()}, "

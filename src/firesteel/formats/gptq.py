@@ -113,7 +113,7 @@ class Gptq(Format[QuantizedMatrix]):
     def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
         check_tensors(stored, self.tensors(scheme))
         bits = scheme.bits
-        check_scales("scales", stored["scales"])
+        check_scales("scales", stored["scales"], scheme.scale)
         codes = unpack_stream(stored["qweight"].t(), bits, scheme.k)
         zeros = _unpack_zeros(stored["qzeros"], bits, scheme.n, scheme.layout)
         middle = ELEMENTS[scheme.element].zero_point

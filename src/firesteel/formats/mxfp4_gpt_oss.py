@@ -75,7 +75,7 @@ class Mxfp4GptOss(Format[QuantizedMatrix]):
 
     def unpack(self, scheme: Scheme, stored: Mapping[str, Tensor]) -> QuantizedMatrix:
         check_tensors(stored, self.tensors(scheme))
-        check_scales("scales", stored["scales"])
+        check_scales("scales", stored["scales"], scheme.scale)
         return QuantizedMatrix(
             codes=unpack_nibbles(stored["blocks"].flatten(-2)), scales=stored["scales"].clone()
         )

@@ -100,6 +100,7 @@ def pack_codes(codes: Tensor, element: str) -> Tensor:
               where a bf16 has its own; so of half the planes one shift, or none, is enough.
         int3  int16 word j of 16, plane p of 8: bits 2p.. hold the low two bits of column 16p + j;
               then byte j of 16, bit p holds the high bit of column 16p + j.
+        nf3   as int3.
     Words are little-endian.
     """
     bits, k = ELEMENTS[element].bits, codes.shape[-1]
@@ -330,14 +331,15 @@ class PackedWeights(WeightStack):
     def _expand(self, index: int, dtype: torch.dtype) -> Tensor:
         """Matrix `index` as `[P*n, B * 128]`, columns in the order that `arrange` gives x."""
         scheme = self.scheme
+        product_dtype = ELEMENTS[scheme.element].weight_dtype or dtype
         # [P*n, g], strided: a copy would cost more than it saves.
         scales = self.scales[index].T.view(SCALE_DTYPES[scheme.scale])
-        if scheme.scale == "e8m0":
-            # A power of two, or bf16's smallest subnormal: exact.
-            scales = scales_to_float(scales)
-            scales = scales.to(dtype) if dtype == torch.bfloat16 else scales
+        if scheme.scale in ("e8m0", "e5m3"):
+            # A power of two (or bf16's smallest subnormal), or four bits: exact.
+            scales = scales_to_float(scales, scheme.scale)
+            scales = scales.to(product_dtype) if product_dtype == torch.bfloat16 else scales
         elif scheme.scale == "e4m3":
-            scales = scales_to_float(scales)
+            scales = scales_to_float(scales, scheme.scale)
         if self.global_scale is not None:
             # [P] -> [P*n, 1]
             value = self.global_scale[index].view(torch.float32).repeat_interleave(scheme.n)

@@ -1,15 +1,21 @@
 """Round-to-nearest quantisation of plain weights, for `--quantize RECIPE`.
 
-A recipe names what `compressed-tensors` can store: "int4-g128", "int4-g32-asym", "int8-channel",
-"mxfp4", "nvfp4". Scales follow that library's own rules, so a matrix quantised here differs from
-one quantised by llmcompressor without data only where its 16-bit division rounds otherwise:
+A recipe names what `compressed-tensors` can store ("int4-g128", "int4-g32-asym", "int8-channel",
+"mxfp4", "nvfp4"), or "nf3". Scales of the former follow that library's own rules, so a matrix
+quantised here differs from one quantised by llmcompressor without data only where its 16-bit
+division rounds otherwise:
 
     int, symmetric   scale = max|w| / ((2**bits - 1) / 2); codes are clamped
     int, asymmetric  scale = (max - min) / (2**bits - 1), both ends taken to include 0
     mxfp4            scale = the power of two that brings max|w| below 7, where 6 is the last value
     nvfp4            one divisor a matrix, 448 * 6 / max|w|; group scales max|w| / 6 as E4M3
 
-No scale is ever 0: a group of zeros takes the smallest scale in use.
+No scale of these is ever 0: a group of zeros takes the smallest scale in use.
+
+    nf3              scale = max|w| cut to the format's three bits of mantissa, or the next scale up
+                     where that makes the sum of squared errors of the group less. A group that
+                     both would raise above max|w|, since scales start at 2**-10, takes 0 where that
+                     is better still; the codebook has no zero of its own
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from torch import Tensor
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import (
     ELEMENTS,
+    NF3,
     SCALE_DTYPES,
     Divisor,
     QuantizedMatrix,
@@ -34,6 +41,14 @@ from firesteel.formats.base import (
     scales_to_float,
 )
 from firesteel.formats.config_groups import config_for_group
+from firesteel.formats.nf3 import (
+    BLOCK_ROWS,
+    LARGEST_BYTE,
+    SCALE_LIMIT,
+    SMALLEST_SCALE,
+    encode_scales,
+    nf3_scheme,
+)
 from firesteel.formats.registry import format_named
 from firesteel.formats.stored import GROUP_SIZES
 
@@ -43,7 +58,7 @@ _INT_RECIPE = re.compile(r"int(?P<bits>\d+)-(?:g(?P<group>\d+)|channel)(?P<asym>
 _BITS = (3, 4, 8)
 _ALLOWED = (
     f"int{{{','.join(map(str, _BITS))}}}-g{{{','.join(map(str, GROUP_SIZES))}}} or "
-    f"int{{{','.join(map(str, _BITS))}}}-channel, each also with -asym; mxfp4; nvfp4"
+    f"int{{{','.join(map(str, _BITS))}}}-channel, each also with -asym; mxfp4; nvfp4; nf3"
 )
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
@@ -53,6 +68,8 @@ _SMALLEST_SCALE = {"e4m3": 2.0**-9, "fp16": 2.0**-19, "bf16": 2.0**-126}
 # where the next one's code is even the fp32 number just before.
 _BEFORE = 1 - 2.0**-24
 _E2M1_LIMITS = (0.25, 0.75 * _BEFORE, 1.25, 1.75 * _BEFORE, 2.5, 3.5 * _BEFORE, 5.0)
+# The code of NF3's smallest positive value.
+_NF3_ZERO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +98,13 @@ class Recipe:
         """The scheme of a matrix `[n, k]` of `dtype` quantised by this recipe.
 
         Raises
-            InvalidArgumentError: the group size does not divide `k`.
+            InvalidArgumentError: the group size does not divide `k`, or the format has no place for
+                `n` rows.
         """
         group_size = k if self.group_size == -1 else self.group_size
         try:
+            if self.format == "nf3":
+                return nf3_scheme(n, k)
             group_count(k, group_size)
         except CheckpointError as error:
             raise InvalidArgumentError(f"recipe {self.name!r}: {error}") from error
@@ -107,7 +127,7 @@ class Recipe:
         """A quantization_config of a checkpoint quantised by this recipe but for `ignore`."""
         if self.format != "compressed-tensors":
             # One scheme fits all shapes: the group size of these formats is fixed.
-            scheme = self.scheme(1, self.group_size, torch.bfloat16)
+            scheme = self.scheme(BLOCK_ROWS, self.group_size, torch.bfloat16)
             return format_named(self.format).config(scheme, ignore)
         is_channel = self.group_size == -1
         weights = {
@@ -121,7 +141,7 @@ class Recipe:
 
 
 def parse_recipe(text: str) -> Recipe:
-    """The recipe of that name, such as "int4-g128", "int3-channel-asym", "mxfp4" or "nvfp4".
+    """The recipe of that name, such as "int4-g128", "int3-channel-asym", "mxfp4", "nvfp4" or "nf3".
 
     Raises
         InvalidArgumentError: no such recipe; the message lists those allowed.
@@ -130,6 +150,8 @@ def parse_recipe(text: str) -> Recipe:
         return Recipe(text, "mxfp4", "e2m1", 32, "e8m0")
     if text == "nvfp4":
         return Recipe(text, "nvfp4", "e2m1", 16, "e4m3", global_scale="divisor")
+    if text == "nf3":
+        return Recipe(text, "nf3", "nf3", 32, "e5m3")
     match = _INT_RECIPE.fullmatch(text)
     if match is not None:
         bits = int(match["bits"])
@@ -150,8 +172,8 @@ def quantize_matrix(weight: Tensor, recipe: Recipe) -> tuple[Scheme, QuantizedMa
     """The nearest codes of `weight`, floating point `[n, k]`, under `recipe`.
 
     Raises
-        InvalidArgumentError: not a matrix of finite floating-point numbers, or a group size that
-            does not divide k.
+        InvalidArgumentError: not a matrix of finite floating-point numbers, a shape that the recipe
+            cannot store, or a number too large for it (32 of nf3).
     """
     if weight.ndim != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise InvalidArgumentError(
@@ -168,6 +190,8 @@ def quantize_matrix(weight: Tensor, recipe: Recipe) -> tuple[Scheme, QuantizedMa
         return scheme, _quantize_mxfp4(groups)
     if recipe.format == "nvfp4":
         return scheme, _quantize_nvfp4(groups)
+    if recipe.format == "nf3":
+        return scheme, _quantize_nf3(groups)
     return scheme, _quantize_int(groups, scheme)
 
 
@@ -210,7 +234,7 @@ def _quantize_mxfp4(groups: Tensor) -> QuantizedMatrix:
     mantissa, exponent = torch.frexp(largest)
     power = exponent - 3 + (mantissa >= 0.875).int()
     biased = torch.where(largest == 0, 1, (power + 127).clamp(1, 254)).byte()
-    step = scales_to_float(biased).unsqueeze(-1)
+    step = scales_to_float(biased, "e8m0").unsqueeze(-1)
     return QuantizedMatrix(codes=round_to_e2m1(groups / step).flatten(1), scales=biased)
 
 
@@ -229,3 +253,49 @@ def _quantize_nvfp4(groups: Tensor) -> QuantizedMatrix:
         scales=scales,
         global_scale=Divisor(value),
     )
+
+
+def _quantize_nf3(groups: Tensor) -> QuantizedMatrix:
+    """fp32 `[n, g, 32]` to NF3.
+
+    Raises
+        InvalidArgumentError: a weight of 32 or more, for which the format has no scale.
+    """
+    largest = groups.abs().amax(-1)
+    if bool((largest >= SCALE_LIMIT).any()):
+        rows = groups.flatten(1)
+        index = (rows.abs() >= SCALE_LIMIT).nonzero()[0].tolist()
+        raise InvalidArgumentError(
+            f"weight{index}: got {rows[tuple(index)].item():.6g}, "
+            f"must be below {SCALE_LIMIT:g} in magnitude for nf3"
+        )
+    cut = encode_scales(largest)
+    best, codes, error = cut, *_round_to_nf3(groups, cut)
+    has_next = (cut > 0) & (cut < LARGEST_BYTE)
+    candidates = [torch.where(has_next, cut + 1, cut)]
+    is_raised = largest < SMALLEST_SCALE
+    if bool(is_raised.any()):
+        candidates.append(torch.where(is_raised, 0, cut))
+    for scales in candidates:
+        others, other_error = _round_to_nf3(groups, scales)
+        is_better = other_error < error
+        best = torch.where(is_better, scales, best)
+        codes = torch.where(is_better.unsqueeze(-1), others, codes)
+        error = torch.where(is_better, other_error, error)
+    return QuantizedMatrix(codes=codes.flatten(1), scales=best)
+
+
+def _round_to_nf3(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the nearest weights under scale bytes `[n, g]`, and sums of squared errors `[n, g]`.
+
+    Ties go to the larger weight; zeros, and all of a scale of 0, to the smallest positive code.
+    """
+    values = torch.tensor(NF3.values, dtype=torch.float32, device=groups.device)
+    # [n, g, 8]: what each code stands for. Their means are exact in fp32.
+    weights = (values * scales_to_float(scales, "e5m3").unsqueeze(-1)).bfloat16().float()
+    codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
+    for limit in ((weights[..., :-1] + weights[..., 1:]) / 2).unbind(-1):
+        codes += groups >= limit.unsqueeze(-1)
+    codes = torch.where(scales.unsqueeze(-1) == 0, _NF3_ZERO, codes)
+    errors = weights.gather(-1, codes.long()) - groups
+    return codes, errors.square().sum(-1)

@@ -17,6 +17,7 @@ from firesteel.formats.exl3 import Exl3
 from firesteel.formats.gptq import Gptq
 from firesteel.formats.mxfp4 import Mxfp4
 from firesteel.formats.mxfp4_gpt_oss import Mxfp4GptOss
+from firesteel.formats.nf3 import Nf3
 from firesteel.formats.nvfp4 import Nvfp4
 from firesteel.formats.nvfp4_modelopt import Nvfp4Modelopt
 
@@ -32,6 +33,7 @@ FORMATS: tuple[Format[Any], ...] = (
     Nvfp4(),
     Nvfp4Modelopt(),
     Exl3(),
+    Nf3(),
 )
 
 # Suffixes that only a quantised layer has, of any tool: none of these may pass for a plain weight.
@@ -40,6 +42,7 @@ _QUANTIZED = frozenset(
         "SCB",
         "absmax",
         "blocks",
+        "codes",
         "qweight",
         "trellis",
         "weight.absmax",

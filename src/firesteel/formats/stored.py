@@ -216,13 +216,13 @@ def check_group_size(format_name: str, group_size: int, k: int) -> int:
     return group_size
 
 
-def check_scales(suffix: str, scales: Tensor) -> None:
+def check_scales(suffix: str, scales: Tensor, scale: ScaleType) -> None:
     """Every scale is a finite number.
 
     Raises
         CheckpointError: a scale is NaN or infinite; the message gives its index and value.
     """
-    numbers = scales_to_float(scales)
+    numbers = scales_to_float(scales, scale)
     finite = torch.isfinite(numbers)
     if not bool(finite.all()):
         index = (~finite).nonzero()[0].tolist()

@@ -20,6 +20,8 @@ MAX_E8M0 = {"bf16": 160, "fp16": 128}
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SCALES = {"int4": ("bf16", "fp16", "fp32"), "e2m1": ("e8m0", "e4m3")}
+# Why there is no kernel for an element yet, where bits alone do not say it.
+_WITHOUT_KERNEL = {"nf3": "; none looks codes up in a table of eight values yet"}
 
 
 def moe_spec_of(
@@ -104,7 +106,8 @@ def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
             f"{name}: matrices are {[scheme.n, scheme.k]}, the layer's sizes give {list(shape)}"
         )
     if scheme.element not in _SCALES:
-        found.append(f"{name}: element is {scheme.element}, must be int4 or e2m1")
+        why = _WITHOUT_KERNEL.get(scheme.element, "")
+        found.append(f"{name}: element is {scheme.element}, must be int4 or e2m1{why}")
     elif scheme.scale not in _SCALES[scheme.element]:
         allowed = ", ".join(_SCALES[scheme.element])
         found.append(

@@ -12,7 +12,7 @@ from firesteel.integrations.transformers import PackedExperts, load_model, load_
 pytestmark = pytest.mark.gpu
 
 CHECKPOINTS = sorted((Path(__file__).parents[2] / "data" / "checkpoints").iterdir())
-RECIPES = ("int3-g32", "int4-g128", "int4-g32-asym", "int8-g64", "mxfp4", "nvfp4")
+RECIPES = ("int3-g32", "int4-g128", "int4-g32-asym", "int8-g64", "mxfp4", "nvfp4", "nf3")
 
 
 @pytest.mark.parametrize("folder", CHECKPOINTS, ids=lambda path: path.name)
@@ -34,7 +34,8 @@ def test_a_checkpoint_gives_what_it_gives_on_the_cpu(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_expanded_numbers_are_the_cpus_bit_for_bit(recipe: str, dtype: torch.dtype) -> None:
-    weight = torch.randn(96, 320 if "128" not in recipe else 384, dtype=torch.bfloat16)
+    n, k = 128 if recipe == "nf3" else 96, 320 if "128" not in recipe else 384
+    weight = torch.randn(n, k, dtype=torch.bfloat16)
     scheme, matrix = quantize_matrix(weight, parse_recipe(recipe))
     packed = PackedWeights(scheme, num_matrices=1)
     packed.write(0, 0, matrix)

@@ -37,8 +37,9 @@ _RECIPES = {
     "int8-g16-asym": Storage("compressed-tensors", "int8-g16-asym", "stream"),
     "mxfp4": STORAGES["mxfp4"],
     "nvfp4": STORAGES["nvfp4"],
+    "nf3": STORAGES["nf3"],
 }
-_PAIRS = list(zip(FAMILY_NAMES, [*_RECIPES, "int4-g32"], strict=True))
+_PAIRS = list(zip(FAMILY_NAMES, _RECIPES, strict=True))
 _PAIRS += [("gpt_oss", "nvfp4"), ("mixtral", "int3-g32")]
 
 
@@ -155,7 +156,7 @@ def test_a_recipe_for_quantised_experts_is_refused(tmp_path):
 @pytest.mark.parametrize("recipe", ["", "int5-g32", "int4", "int4-g128-sym", "awq"])
 def test_an_unknown_recipe_is_refused_with_those_known(tmp_path, recipe):
     plain = write(tmp_path / "in", "olmoe", PLAIN)
-    with pytest.raises(InvalidArgumentError, match="mxfp4; nvfp4"):
+    with pytest.raises(InvalidArgumentError, match="mxfp4; nvfp4; nf3"):
         load_model(plain.path, quantize=recipe)
 
 

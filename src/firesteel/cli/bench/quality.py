@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_RECIPES", "QualityRequest", "Window", "measure", "run", "windows"]
 
 PLAIN = "bf16"
-DEFAULT_RECIPES = (PLAIN, "int8-g128", "int4-g128", "int4-g32", "int3-g128", "mxfp4", "nvfp4")
+DEFAULT_RECIPES = (
+    PLAIN,
+    "int8-g128",
+    "int4-g128",
+    "int4-g32",
+    "int3-g128",
+    "mxfp4",
+    "nvfp4",
+    "nf3",
+)
 
 _BATCH = 8
 
