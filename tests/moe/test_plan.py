@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -406,6 +407,19 @@ def test_the_reference_plan_has_few_keys() -> None:
     assert len(made.keys) == num_keys(GLM, 8192) == 22
     int32 = {step.key for steps in made.tables[IDS].sequences for step in steps}
     assert len(int32) == num_keys(GLM, 8192, num_ids=1) == 15
+
+
+def test_the_page_says_how_many_keys_there_are() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "launch.md").read_text().split())
+    counts = range(1, 8193)
+    ways = [
+        sum(is_sorted for is_sorted, *_ in cuts(SHIPPED, counts))
+        for cuts in (gate_up_cuts, down_cuts)
+    ]
+    total = num_keys(SHIPPED, 8192)
+    assert f"(int4 group 128) has {total} keys for 0..8192 tokens" in page
+    assert f"no ids: {sum(ways)} keys" in page
+    assert f"scatter, combine: {total - sum(ways)}." in page
 
 
 def test_a_batch_invariant_plan_multiplies_in_one_way() -> None:
