@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +18,9 @@ from tests.cli.command import (
     assert_error,
     invoke,
     invoke_json,
-    run_apart,
+    run_in_turn,
 )
-from tests.moe.tiles import FIXED, FIXED_FILE, tile_at
+from tests.moe.tiles import FIXED, FIXED_FILE, keys_of, tile_at
 
 GLM = geometry("glm-5.2", tensor_parallel=4)
 LITTLE = ROOT / "examples" / "little_moe"
@@ -164,39 +162,28 @@ def test_errors_are_named(arguments: tuple, words: list[str]):
     assert_error(invoke("plan", *arguments), *words)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("plan", *SEED, "--max-tokens", 2),
-        (
-            "audit",
-            *SEED,
-            "--max-tokens",
-            2,
-            "--traffic",
-            ROOT / "examples/launch_audit/decode_32.txt",
-        ),
-        ("bench", "launch", *SEED, "--max-tokens", 2, "--device", "cpu"),
-    ],
-)
-def test_without_triton_one_line_says_so(arguments: tuple):
-    done = run_apart(*arguments, code="import sys; sys.modules['triton'] = None")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "error: triton: not installed, kernels need it"
-    assert "Traceback" not in done.stderr
+def test_without_triton_one_line_says_so():
+    two = (*SEED, "--max-tokens", 2)
+    commands = [
+        ("plan", *two),
+        ("audit", *two, "--traffic", ROOT / "examples/launch_audit/decode_32.txt"),
+        ("bench", "launch", *two, "--device", "cpu"),
+    ]
+    for done in run_in_turn(
+        *commands, code="sys.modules['triton'] = None; import firesteel.cli.planning"
+    ):
+        assert (done.returncode, done.stdout) == (2, ""), done.args
+        assert done.stderr.splitlines()[-1] == "error: triton: not installed, kernels need it"
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("more", [(), ("--json",)])
-def test_output_that_cannot_be_written_is_one_line(more: tuple):
-    command = [sys.executable, "-c", "from firesteel.cli.main import app; app()"]
-    arguments = [*map(str, SEED), "--max-tokens", "2", *more]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*command, "plan", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-    assert done.returncode == 2
-    assert done.stderr == "error: stdout: cannot be written: No space left on device\n"
+def test_output_that_cannot_be_written_is_one_line():
+    plan_two = ("plan", *SEED, "--max-tokens", 2)
+    commands = [plan_two, (*plan_two, "--json")]
+    for done in run_in_turn(*commands, code="import firesteel.cli.planning", out="/dev/full"):
+        assert done.returncode == 2, done.args
+        assert done.stderr == "error: stdout: cannot be written: No space left on device\n"
 
 
 def test_a_checkpoint_is_planned_from_its_headers(monkeypatch):
@@ -258,10 +245,10 @@ def key(kernel: str, *, warps: int = 4, arguments: tuple = (), **constexprs) -> 
 def test_no_two_keys_of_a_plan_read_alike(model: str):
     for target in ("sm_90", "sm_120"):
         spec = geometry(model, group_size=64).for_target(target)
-        made = plan(spec, 2048)
-        shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
-        assert len(set(shown)) == len(made.keys)
-        tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
+        keys = keys_of(spec, 2048)
+        shown = list(zip([k.kernel for k in keys], distinctions(keys), strict=True))
+        assert len(set(shown)) == len(keys)
+        tiles = {dict(k.constexprs).get("BLOCK_M") for k in keys} - {None}
         assert tiles == {tile_at(spec, num_tokens)[1].rows for num_tokens in range(1, 2049)}
         # Enough of them to be confused.
         assert len(tiles) > 2

@@ -13,7 +13,7 @@ from firesteel.cli.auditing import read_traffic
 from firesteel.moe.plan import select
 from firesteel.moe.spec import geometry
 from tests.cli.command import ROOT, invoke
-from tests.moe.tiles import gate_up_cuts
+from tests.moe.tiles import gate_up_cuts, keys_of
 
 FOLDER = ROOT / "examples" / "launch_audit"
 PAGE = (ROOT / "docs" / "launch_audit.md").read_text()
@@ -111,11 +111,6 @@ def test_prefill_reaches_one_key_and_every_other_size_misses(example, servers, n
         assert [text.partition(":")[0] for text in miss.differences] == ["MAX_M_BLOCKS"]
 
 
-def keys_of(counts) -> dict[object, None]:
-    """What calls of so many tokens launch, in the order in which it is first needed."""
-    return dict.fromkeys(launch.key for n in counts for launch in select(LAYER, n, IDS))
-
-
 @pytest.mark.parametrize("name", [*DECODE, *PREFILL])
 def test_firesteels_own_plan_misses_nothing_and_reaches_what_the_traffic_needs(
     example, servers, name
@@ -126,16 +121,17 @@ def test_firesteels_own_plan_misses_nothing_and_reaches_what_the_traffic_needs(
         traffic += servers["decode_64"].traffic()
     found = example.audit_planned(server.max_tokens, traffic)
     assert (found.misses, found.too_long) == ((), ())
-    counts = range(1, server.max_tokens + 1)
-    keys = tuple(keys_of(counts))
+    keys = tuple(keys_of(LAYER, server.max_tokens, ["i32"]))
     assert found.prewarmed == keys
     # All but those that only other counts launch, if there are any.
-    needed = keys_of(traffic)
+    needed = {launch.key for n in traffic for launch in select(LAYER, n, IDS)}
     assert found.reached == tuple(key for key in keys if key in needed)
     assert found.never_reached == tuple(key for key in keys if key not in needed)
     # One of few routes or more, then those of sorted ones, as more and more tokens reach them.
     tiles = [constexpr(key, "BLOCK_M") for key in keys if key.name.startswith("gate_up")]
-    assert tiles == [rows for _, _, rows, *_ in gate_up_cuts(LAYER, counts)]
+    assert tiles == [
+        rows for _, _, rows, *_ in gate_up_cuts(LAYER, range(1, server.max_tokens + 1))
+    ]
     launches = sum(len(select(LAYER, num_tokens, IDS)) for num_tokens in traffic)
     assert sum(found.launches.values()) == launches
 
@@ -218,7 +214,7 @@ def test_the_page_quotes_what_its_commands_print(written):
 
 
 def test_the_page_says_how_many_keys_serve_decode_and_prefill():
-    num_keys = len(keys_of(range(1, 3073)))
+    num_keys = len(keys_of(LAYER, 3072, ["i32"]))
     assert f"one plan of {num_keys} keys serves decode and prefill" in " ".join(PAGE.split())
 
 

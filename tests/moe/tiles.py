@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from firesteel.moe.plan import is_direct
-from firesteel.moe.spec import MoeSpec
+from firesteel.launch import LaunchKey
+from firesteel.moe.plan import is_direct, select
+from firesteel.moe.spec import ID_DTYPES, MoeSpec
 from firesteel.moe.tuning import Tile
 from firesteel.moe.tuning_file import read_table
 
@@ -31,6 +33,29 @@ def tile_at(spec: MoeSpec, num_tokens: int) -> tuple[bool, Tile]:
     if is_sorted:
         return True, next(tile for bound, tile in tiles.sorted if each < bound)
     return False, tiles.direct
+
+
+def first_counts(spec: MoeSpec, max_tokens: int) -> list[int]:
+    """Where a call is sorted first, or in two launches, and where each range of the table starts.
+
+    Between two of them all calls launch the same keys, so that these give those of a plan.
+    """
+    tiles = spec.tiles
+    bounds = [bound for bound, _ in tiles.sorted]
+    bounds += [bound for first, below, _ in tiles.wgmma for bound in (first, below)]
+    routes = [bound * spec.num_experts for bound in bounds if bound < math.inf]
+    routes += [max(spec.top_k, spec.num_experts // 8) + 1, 4097]
+    counts = {1, *(math.ceil(each / spec.top_k) for each in routes)}
+    return sorted(count for count in counts if 1 <= count <= max_tokens)
+
+
+def keys_of(spec: MoeSpec, max_tokens: int, ids: Sequence[str] = ID_DTYPES) -> list[LaunchKey]:
+    """The keys of a plan, without planning every count; in its order."""
+    counts = first_counts(spec, max_tokens)
+    launches = (
+        launch for each in ids for n in counts for launch in select(spec, n, (("ids", each),))
+    )
+    return list(dict.fromkeys(launch.key for launch in launches))
 
 
 def gate_up_cuts(spec: MoeSpec, counts: Iterable[int]) -> list[tuple[object, ...]]:
