@@ -1,4 +1,4 @@
-"""What every test may use: Hypothesis profiles, the data folder, the host version guard."""
+"""What every test has: one thread, Hypothesis profiles, the data folder, the version guard."""
 
 import os
 from importlib.metadata import version
@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Before torch is imported, here and in the processes that tests start: products this small are
+# slower on several threads, and ten times as slow where another process has one of the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A slow shared machine must not fail a test, and CI must draw the same cases every time.
 settings.register_profile("dev", deadline=None)

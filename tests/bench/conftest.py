@@ -22,3 +22,11 @@ def counters() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
         yield importlib.import_module("kernel_counters")
+
+
+@pytest.fixture(scope="session")
+def load_memory() -> Iterator[ModuleType]:
+    """`bench/load_memory.py` as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        yield importlib.import_module("load_memory")

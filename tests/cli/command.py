@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -50,6 +52,52 @@ def run_apart(*arguments: object, code: str | None = None) -> subprocess.Complet
     command = [sys.executable, "-c", start, *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+# Each command in a child of its own, which has what was imported before and nothing else.
+_IN_TURN = """
+import gc, json, os, sys
+folder, out, code, given = sys.argv[1:]
+exec(code)
+from firesteel.cli.main import app
+# A child that ends does not go through what was there before.
+gc.freeze()
+for number, arguments in enumerate(json.loads(given)):
+    child = os.fork()
+    if not child:
+        for handle, path in ((1, out or f"{folder}/{number}.out"), (2, f"{folder}/{number}.err")):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), handle)
+        sys.argv[1:] = arguments
+        app()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def run_in_turn(
+    *commands: Sequence[object], code: str = "", out: str = ""
+) -> list[subprocess.CompletedProcess[str]]:
+    """As `run_apart`, but `code`, which may import what takes long, is run once for all commands.
+
+    Args:
+        commands: arguments of each.
+        code: runs first, and prints nothing.
+        out: a file that all of them have for stdout, which then is not read.
+    """
+    given = json.dumps([[str(a) for a in arguments] for arguments in commands])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _IN_TURN, folder, out, code, given]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True
+        )
+        assert done.stderr == ""
+        found: list[subprocess.CompletedProcess[str]] = []
+        for number, status in enumerate(done.stdout.split()):
+            texts = [Path(folder, f"{number}.{name}") for name in ("out", "err")]
+            shown = [path.read_text() if path.exists() else "" for path in texts]
+            found.append(subprocess.CompletedProcess(commands[number], int(status), *shown))
+    assert len(found) == len(commands)
+    return found
 
 
 def assert_error(result: Result, *words: str) -> None:

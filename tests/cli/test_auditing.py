@@ -1,6 +1,7 @@
 import json
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from firesteel.launch import LaunchKey, plan, replay
 from firesteel.moe.spec import geometry
 from tests.cli.command import assert_error, invoke
 from tests.launch.gather_rows import GatherRows
+from tests.moe.tiles import FIXED, FIXED_FILE
 
-SEED = ("--model", "glm-5.2", "--tp", 4, "--max-tokens", 64)
-LAYER = geometry("glm-5.2", tensor_parallel=4)
+SEED = ("--model", "glm-5.2", "--tp", 4, "--table", FIXED_FILE, "--max-tokens", 64)
+LAYER = replace(geometry("glm-5.2", tensor_parallel=4), table=FIXED)
 A = LaunchKey("m.a", (), (("B", 1),))
 B = LaunchKey("m.a", (), (("B", 2),))
 C = LaunchKey("m.c", (), ())

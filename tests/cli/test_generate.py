@@ -132,15 +132,15 @@ def test_activations_have_the_type_asked_for(packed_folder, dtype: str):
 
 
 @pytest.mark.slow
-def test_json_is_all_that_a_pipe_gets(packed_folder):
-    done = run_apart("generate", packed_folder, "--prompt", "w3", "--max-new-tokens", "2", "--json")
+def test_json_is_all_that_a_pipe_gets(piped):
+    done = piped["generate --json"]
     assert (done.returncode, done.stderr) == (0, "")
     assert set(json.loads(done.stdout)) == KEYS
 
 
 @pytest.mark.slow
-def test_nothing_of_transformers_is_on_a_piped_stderr(packed_folder):
-    done = run_apart("generate", packed_folder, "--prompt", "w3", "--max-new-tokens", "2")
+def test_nothing_of_transformers_is_on_a_piped_stderr(piped):
+    done = piped["generate"]
     assert done.returncode == 0
     heads = {line.split(" ")[0] for line in done.stderr.splitlines()}
     assert heads <= {"tokens", "speed", "experts", "backend", ""}

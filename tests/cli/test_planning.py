@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +8,8 @@ import pytest
 
 from firesteel.cli.keys import distinctions, key_cells, spans
 from firesteel.launch import LaunchKey, plan
-from firesteel.moe.plan import tile_of
 from firesteel.moe.spec import GEOMETRIES, geometry
-from firesteel.moe.tuning_file import default_table, write_table
+from firesteel.moe.tuning_file import write_table
 from tests.checkpoints import STORAGES, edit_config, write
 from tests.cli.command import (
     CHECKPOINTS,
@@ -21,19 +18,20 @@ from tests.cli.command import (
     assert_error,
     invoke,
     invoke_json,
-    run_apart,
+    run_in_turn,
 )
+from tests.moe.tiles import FIXED, FIXED_FILE, keys_of, tile_at
 
-TILES = geometry("glm-5.2", tensor_parallel=4).tiles
+GLM = geometry("glm-5.2", tensor_parallel=4)
 LITTLE = ROOT / "examples" / "little_moe"
 SEED = ("--model", "glm-5.2", "--tp", 4, "--recipe", "int4-g128")
 
 
 def test_the_reference_geometry_is_planned():
-    result = invoke("plan", *SEED, "--max-tokens", 64)
+    result = invoke("plan", *SEED, "--table", FIXED_FILE, "--max-tokens", 64)
     assert result.exit_code == 0
     first, _, *rows = (" ".join(line.split()) for line in result.stdout.splitlines())
-    title = "MoE int4-g128 K=6144 N=512 E=256 top_k=8 bf16 silu"
+    title = "MoE int4-g128 K=6144 N=512 E=256 top_k=8 bf16 silu tiles of fixed"
     assert first == f"{title}: 12 keys for 0..64 tokens"
     assert rows[0] == "key kernel tokens what sets it apart warps stages"
     assert rows[1] == "0 gate_up_stream_kernel 1-4 int32 ids, direct, SPLIT_K 4 4 4"
@@ -42,7 +40,7 @@ def test_the_reference_geometry_is_planned():
     assert rows[4] == "3 combine_kernel 1-64 int32 ids 4 3"
     assert rows[6] == "5 gate_up_stream_kernel 5-64 packed, SPLIT_K 1 4 4"
     assert "hidden bf16 512 x 512 524,288" in rows
-    made = plan(geometry("glm-5.2", tensor_parallel=4), 64)
+    made = plan(replace(GLM, table=FIXED), 64)
     # Below the rows of keys stands a blank line.
     assert rows.index("") == 1 + len(made.keys)
     assert f"{made.workspace.num_bytes:,}" in result.stdout
@@ -59,10 +57,13 @@ def test_json_is_the_plan_and_3072_tokens_are_quick():
     found = invoke_json("plan", *SEED, "--max-tokens", 3072)
     # About a second; ten times that would be another order of work.
     assert time.process_time() - start < 10
-    made = plan(geometry("glm-5.2", tensor_parallel=4), 3072)
+    made = plan(GLM, 3072)
     assert found == json.loads(json.dumps(made.as_dict()))
-    assert len(found["keys"]) == 22
     assert found["flags"] == [{"ids": "i32"}, {"ids": "i64"}]
+    # The README runs the same command.
+    command = f"firesteel plan {' '.join(map(str, SEED))} --max-tokens 3072"
+    quoted = f"$ {command}   # {len(found['keys'])} keys, without a GPU"
+    assert quoted in (ROOT / "README.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("model", list(GEOMETRIES))
@@ -91,13 +92,12 @@ def tiles_of(found: dict) -> set[int]:
 def test_batch_invariant_is_another_spec():
     # So many tokens reach every tile of a plan whose rows may differ.
     usual = invoke_json("plan", *SEED, "--max-tokens", 2000)
-    spec = geometry("glm-5.2", tensor_parallel=4)
-    counts = {tile_of(spec, 8 * num_tokens).rows for num_tokens in range(1, 2001)}
+    counts = {tile_at(GLM, num_tokens)[1].rows for num_tokens in range(1, 2001)}
     assert tiles_of(usual) == counts
-    assert len(counts) == 4
+    assert len(counts) > 1
     found = invoke_json("plan", *SEED, "--max-tokens", 1280, "--batch-invariant")
     assert found["spec"]["batch_invariant"] is True
-    assert tiles_of(found) == {TILES.batch_invariant.rows}
+    assert tiles_of(found) == {GLM.tiles.batch_invariant.rows}
     (gate_up,) = (key for key in found["keys"] if key["kernel"].endswith("gate_up_kernel"))
     assert not any("wgmma" in key["kernel"] for key in found["keys"])
     assert gate_up["tokens"] == [[1, 1280]]
@@ -162,39 +162,28 @@ def test_errors_are_named(arguments: tuple, words: list[str]):
     assert_error(invoke("plan", *arguments), *words)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("plan", *SEED, "--max-tokens", 2),
-        (
-            "audit",
-            *SEED,
-            "--max-tokens",
-            2,
-            "--traffic",
-            ROOT / "examples/launch_audit/decode_32.txt",
-        ),
-        ("bench", "launch", *SEED, "--max-tokens", 2, "--device", "cpu"),
-    ],
-)
-def test_without_triton_one_line_says_so(arguments: tuple):
-    done = run_apart(*arguments, code="import sys; sys.modules['triton'] = None")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "error: triton: not installed, kernels need it"
-    assert "Traceback" not in done.stderr
+def test_without_triton_one_line_says_so():
+    two = (*SEED, "--max-tokens", 2)
+    commands = [
+        ("plan", *two),
+        ("audit", *two, "--traffic", ROOT / "examples/launch_audit/decode_32.txt"),
+        ("bench", "launch", *two, "--device", "cpu"),
+    ]
+    for done in run_in_turn(
+        *commands, code="sys.modules['triton'] = None; import firesteel.cli.planning"
+    ):
+        assert (done.returncode, done.stdout) == (2, ""), done.args
+        assert done.stderr.splitlines()[-1] == "error: triton: not installed, kernels need it"
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("more", [(), ("--json",)])
-def test_output_that_cannot_be_written_is_one_line(more: tuple):
-    command = [sys.executable, "-c", "from firesteel.cli.main import app; app()"]
-    arguments = [*map(str, SEED), "--max-tokens", "2", *more]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*command, "plan", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-    assert done.returncode == 2
-    assert done.stderr == "error: stdout: cannot be written: No space left on device\n"
+def test_output_that_cannot_be_written_is_one_line():
+    plan_two = ("plan", *SEED, "--max-tokens", 2)
+    commands = [plan_two, (*plan_two, "--json")]
+    for done in run_in_turn(*commands, code="import firesteel.cli.planning", out="/dev/full"):
+        assert done.returncode == 2, done.args
+        assert done.stderr == "error: stdout: cannot be written: No space left on device\n"
 
 
 def test_a_checkpoint_is_planned_from_its_headers(monkeypatch):
@@ -256,18 +245,18 @@ def key(kernel: str, *, warps: int = 4, arguments: tuple = (), **constexprs) -> 
 def test_no_two_keys_of_a_plan_read_alike(model: str):
     for target in ("sm_90", "sm_120"):
         spec = geometry(model, group_size=64).for_target(target)
-        made = plan(spec, 2048)
-        shown = list(zip([k.kernel for k in made.keys], distinctions(made.keys), strict=True))
-        assert len(set(shown)) == len(made.keys)
-        tiles = {dict(k.constexprs).get("BLOCK_M") for k in made.keys} - {None}
-        counts = [tile_of(spec, num_tokens * spec.top_k).rows for num_tokens in range(1, 2049)]
-        assert tiles == {spec.tiles.direct.rows, *counts}
-        assert len(tiles) == 4
+        keys = keys_of(spec, 2048)
+        shown = list(zip([k.kernel for k in keys], distinctions(keys), strict=True))
+        assert len(set(shown)) == len(keys)
+        tiles = {dict(k.constexprs).get("BLOCK_M") for k in keys} - {None}
+        assert tiles == {tile_at(spec, num_tokens)[1].rows for num_tokens in range(1, 2049)}
+        # Enough of them to be confused.
+        assert len(tiles) > 2
 
 
 def gate_ups_of(target: str) -> list[tuple[str, str, str]]:
     """FC1's keys of a large plan: kernel, what sets it apart, and stages."""
-    spec = geometry("glm-5.2", tensor_parallel=4).for_target(target)
+    spec = replace(GLM, table=FIXED).for_target(target)
     made = plan(spec, 3072, flags={"ids": ("i32",)})
     cells = [(name, apart, stages) for name, apart, _, stages in key_cells(made.keys)]
     return [cell for cell in cells if cell[0].startswith("gate_up")]
@@ -339,10 +328,9 @@ def test_many_ranges_are_cut():
 
 
 def test_a_table_of_the_users_is_another_plan(tmp_path):
-    made = replace(default_table(), name="mine")
-    tiles = made.tiles(made.shapes[0])
-    tiles = replace(tiles, split_k=2)
-    write_table(tmp_path / "mine.json", replace(made, rows=tiles.rows(made.shapes[0])))
+    (shape,) = FIXED.shapes
+    tiles = replace(FIXED.tiles(shape), split_k=2)
+    write_table(tmp_path / "mine.json", replace(FIXED, name="mine", rows=tiles.rows(shape)))
     usual, named, mine = (
         invoke_json("plan", *SEED, "--max-tokens", 4, *more)
         for more in ((), ("--table", "h200"), ("--table", tmp_path / "mine.json"))

@@ -1,6 +1,8 @@
 """The double-derived table fails, firesteel's own plan does not, and the page says so."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 import sys
@@ -8,14 +10,16 @@ import sys
 import pytest
 
 from firesteel.cli.auditing import read_traffic
-from firesteel.launch import plan
-from firesteel.moe.plan import select, tile_of
+from firesteel.moe.plan import select
 from firesteel.moe.spec import geometry
 from tests.cli.command import ROOT, invoke
+from tests.moe.tiles import gate_up_cuts, keys_of
 
 FOLDER = ROOT / "examples" / "launch_audit"
 PAGE = (ROOT / "docs" / "launch_audit.md").read_text()
 DECODE, PREFILL = ("decode_32", "decode_64"), ("prefill_3072", "prefill_8192")
+IDS = (("ids", "i32"),)
+LAYER = geometry("glm-5.2", tensor_parallel=4)
 
 
 @pytest.fixture(scope="module")
@@ -108,23 +112,27 @@ def test_prefill_reaches_one_key_and_every_other_size_misses(example, servers, n
 
 
 @pytest.mark.parametrize("name", [*DECODE, *PREFILL])
-def test_firesteels_own_plan_misses_nothing_and_reaches_every_key(example, servers, name):
+def test_firesteels_own_plan_misses_nothing_and_reaches_what_the_traffic_needs(
+    example, servers, name
+):
     server = servers[name]
     traffic = server.traffic()
     if name in PREFILL:
         traffic += servers["decode_64"].traffic()
     found = example.audit_planned(server.max_tokens, traffic)
-    assert (found.misses, found.too_long, found.never_reached) == ((), (), ())
-    layer, flags = geometry("glm-5.2", tensor_parallel=4), (("ids", "i32"),)
-    keys = plan(layer, server.max_tokens, flags={"ids": ("i32",)}).keys
-    assert found.reached == found.prewarmed == keys
-    assert len(keys) == (15 if name in PREFILL else 7)
-    # One tile of few routes, then those of sorted ones.
+    assert (found.misses, found.too_long) == ((), ())
+    keys = tuple(keys_of(LAYER, server.max_tokens, ["i32"]))
+    assert found.prewarmed == keys
+    # All but those that only other counts launch, if there are any.
+    needed = {launch.key for n in traffic for launch in select(LAYER, n, IDS)}
+    assert found.reached == tuple(key for key in keys if key in needed)
+    assert found.never_reached == tuple(key for key in keys if key not in needed)
+    # One of few routes or more, then those of sorted ones, as more and more tokens reach them.
     tiles = [constexpr(key, "BLOCK_M") for key in keys if key.name.startswith("gate_up")]
-    # In the order in which more and more tokens reach them.
-    sorted_tiles = [tile_of(layer, 8 * count) for count in range(5, server.max_tokens + 1)]
-    assert tiles == [layer.tiles.direct.rows, *(t.rows for t in dict.fromkeys(sorted_tiles))]
-    launches = sum(len(select(layer, num_tokens, flags)) for num_tokens in traffic)
+    assert tiles == [
+        rows for _, _, rows, *_ in gate_up_cuts(LAYER, range(1, server.max_tokens + 1))
+    ]
+    launches = sum(len(select(LAYER, num_tokens, IDS)) for num_tokens in traffic)
     assert sum(found.launches.values()) == launches
 
 
@@ -140,16 +148,15 @@ def test_traffic_stays_within_its_plan(servers):
         assert max(counts) == server.max_tokens
 
 
-def run(example, monkeypatch, capsys, *arguments: object) -> str:
-    monkeypatch.setattr(sys, "argv", ["double_derived.py", *map(str, arguments)])
-    example.main()
-    return capsys.readouterr().out
-
-
-@pytest.fixture
-def written(example, monkeypatch, capsys, tmp_path):
-    printed = run(example, monkeypatch, capsys, "--out", tmp_path)
-    return printed, tmp_path
+@pytest.fixture(scope="module")
+def written(example, tmp_path_factory):
+    """What the example prints, and the folder that it writes to."""
+    folder = tmp_path_factory.mktemp("launch_audit")
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", ["double_derived.py", "--out", str(folder)])
+        example.main()
+    return printed.getvalue(), folder
 
 
 @pytest.mark.parametrize("name", [*DECODE, *PREFILL])
@@ -180,7 +187,7 @@ def squeezed(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_the_page_quotes_what_its_commands_print(example, written, monkeypatch, capsys):
+def test_the_page_quotes_what_its_commands_print(written):
     printed, folder = written
     blocks = quoted()
     assert len(blocks) == 4
@@ -207,8 +214,8 @@ def test_the_page_quotes_what_its_commands_print(example, written, monkeypatch, 
 
 
 def test_the_page_says_how_many_keys_serve_decode_and_prefill():
-    keys = plan(geometry("glm-5.2", tensor_parallel=4), 3072, flags={"ids": ("i32",)}).keys
-    assert f"one plan of {len(keys)} keys serves decode and prefill" in " ".join(PAGE.split())
+    num_keys = len(keys_of(LAYER, 3072, ["i32"]))
+    assert f"one plan of {num_keys} keys serves decode and prefill" in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("number", [268, 316, 380, 508, 636, 288, 140])

@@ -1,9 +1,11 @@
 """The README's kernel: the same text as the example, and it runs on the stub driver."""
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+
+import pytest
+import torch
 
 from examples.scale_rows.scale_rows import ScaleRows
 from firesteel.launch import plan
@@ -20,14 +22,21 @@ def test_the_readme_shows_the_example() -> None:
     assert shown.rstrip() in EXAMPLE.read_text()
 
 
-def test_what_the_readme_shows_runs_as_it_is(tmp_path: Path) -> None:
+def run(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a script prints."""
+    runpy.run_path(str(path), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_what_the_readme_shows_runs_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (shown,) = [block for block in blocks if "@triton.jit" in block]
     (planned,) = [line for block in blocks for line in block.splitlines() if "made = plan(" in line]
     pasted = tmp_path / "pasted.py"
     pasted.write_text(f"{shown}\n{planned}\nprint(len(made.keys), 'keys')\n")
-    done = subprocess.run([sys.executable, pasted], check=True, capture_output=True, text=True)
-    assert done.stdout == "4 keys\n"
+    assert run(pasted, capsys) == "4 keys\n"
 
 
 def test_files_that_the_readme_names_in_commands_exist() -> None:
@@ -36,12 +45,13 @@ def test_files_that_the_readme_names_in_commands_exist() -> None:
     assert all((ROOT / word).is_file() for word in words)
 
 
-def test_the_example_prints_its_plan_where_there_is_no_gpu() -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE], check=True, capture_output=True, text=True, cwd=ROOT
-    )
-    assert "scale rows of 96: 4 keys for 0..1000 tokens" in done.stdout
-    assert "no GPU here: planned, not run" in done.stdout
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_example_prints_its_plan_where_there_is_no_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = run(EXAMPLE, capsys)
+    assert "scale rows of 96: 4 keys for 0..1000 tokens" in printed
+    assert "no GPU here: planned, not run" in printed
 
 
 def test_what_the_readme_says_of_it() -> None:

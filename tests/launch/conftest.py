@@ -10,6 +10,12 @@ from firesteel.launch.stub import StubDriver
 from tests.launch.stage import Stage
 
 
+@pytest.fixture
+def kinds() -> list[str]:
+    """Every kind that there is, for tests that start a process and can try all in one."""
+    return ["python"] if native_failure() else ["native", "python"]
+
+
 @pytest.fixture(params=["native", "python"])
 def kind(request) -> str:
     if request.param == "native" and (reason := native_failure()) is not None:

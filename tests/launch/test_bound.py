@@ -325,26 +325,27 @@ from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 flags = (("ids", "i64"),)
 spec = GatherRows()
-settings = Settings(cache="off", launcher=sys.argv[1])
-ready = ready_on_stub(plan(spec, 8), StubDriver.open(), settings=settings)
-bound = ready.bind(tensors_of(spec, flags), ready.arena(), ids="i64")
-call = call_of(spec, flags, 3)
-assert bound.run(*call) == 2
-child = os.fork()
-if child == 0:
-    try:
-        bound.run(*call)
-    except ForkedError as error:
-        os._exit(7 if "a worker must prewarm for itself" in str(error) else 1)
-    os._exit(2)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert bound.run(*call) == 2
+for kind in sys.argv[1:]:
+    settings = Settings(cache="off", launcher=kind)
+    ready = ready_on_stub(plan(spec, 8), StubDriver.open(), settings=settings)
+    bound = ready.bind(tensors_of(spec, flags), ready.arena(), ids="i64")
+    call = call_of(spec, flags, 3)
+    assert bound.run(*call) == 2
+    child = os.fork()
+    if child == 0:
+        try:
+            bound.run(*call)
+        except ForkedError as error:
+            os._exit(7 if "a worker must prewarm for itself" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, kind
+    assert bound.run(*call) == 2
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_is_refused_and_its_parent_is_not(kind: str) -> None:
-    command = [sys.executable, "-c", FORK, kind]
+def test_a_forked_child_is_refused_and_its_parent_is_not(kinds: list[str]) -> None:
+    command = [sys.executable, "-c", FORK, *kinds]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
 

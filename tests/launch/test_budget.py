@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from firesteel.launch import Bound, plan
+from firesteel.launch import Bound, Plan, plan
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec
@@ -54,9 +54,14 @@ def driver() -> StubDriver:
     return made
 
 
+@pytest.fixture(scope="module")
+def made() -> Plan:
+    return plan(SPEC, 3072)
+
+
 @pytest.fixture
-def bound(driver: StubDriver) -> Bound:
-    ready = ready_on_stub(plan(SPEC, 3072), driver)
+def bound(made: Plan, driver: StubDriver) -> Bound:
+    ready = ready_on_stub(made, driver)
     return ready.bind(tensors_of(SPEC, FLAGS), ready.arena(), ids="i32")
 
 
@@ -70,8 +75,8 @@ def test_a_call_takes_few_bytecodes_at_any_count(bound: Bound, num_tokens: int) 
     assert found["python"] <= MAX_PYTHON_CALLS, found
 
 
-def test_a_layer_adds_little_to_a_call(driver: StubDriver) -> None:
-    ready = ready_on_stub(plan(SPEC, 64), driver)
+def test_a_layer_adds_little_to_a_call(made: Plan, driver: StubDriver) -> None:
+    ready = ready_on_stub(made, driver)
     layer = MoeLayer(ready, tensors_of(SPEC, FLAGS), ready.arena())
     call = call_of(SPEC, FLAGS, 64)
     layer.run(*call)

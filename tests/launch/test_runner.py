@@ -274,7 +274,7 @@ function = driver.load(context, b"cubin", "f", shared_bytes=0).handle
 index, rows = array("i", [0]), array("q", [0, 1, 1, 1])
 
 def make():
-    return runner_class(sys.argv[1])(
+    return runner_class(kind)(
         driver_addresses=driver.runner_addresses, context=context, max_tokens=0,
         index=index.buffer_info()[0], rows=rows.buffer_info()[0],
         sequences=(((function, 32, 0, 0, ()),),), num_values=0, owner=0, keep=(index, rows),
@@ -291,9 +291,6 @@ def fork(check):
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
 
-before = make()
-assert before.run(0, 1) == 1
-
 def check_grandchild():
     assert before.run(0, 1) == FORKED
     assert inside.run(0, 1) == FORKED
@@ -308,15 +305,18 @@ def check_child():
     assert inside.run(0, 1) == 1
     fork(check_grandchild)
 
-fork(check_child)
-assert before.run(0, 1) == 1
-assert make().run(0, 1) == 1
+for kind in sys.argv[1:]:
+    before = make()
+    assert before.run(0, 1) == 1
+    fork(check_child)
+    assert before.run(0, 1) == 1
+    assert make().run(0, 1) == 1
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_fork_ends_the_runners_made_before_it(kind, stage):
-    command = [sys.executable, "-c", FORK_PROBE, kind]
+def test_a_fork_ends_the_runners_made_before_it(kinds, stage):
+    command = [sys.executable, "-c", FORK_PROBE, *kinds]
     subprocess.run(command, check=True, cwd=ROOT, timeout=60)
 
 

@@ -161,45 +161,46 @@ from firesteel.launch.stub import StubDriver
 driver = StubDriver.open()
 context = driver.context(0)
 function = driver.load(context, b"cubin", "f", shared_bytes=0).handle
-cell, index, rows = array("q", [-1, 0]), array("i", [0]), array("q", [0] + [1, 1, 1] * 16)
+index, rows = array("i", [0]), array("q", [0] + [1, 1, 1] * 16)
 
 def make():
-    return runner_class(sys.argv[1])(
+    return runner_class(kind)(
         driver_addresses=driver.runner_addresses, context=context, max_tokens=0,
         index=index.buffer_info()[0], rows=rows.buffer_info()[0],
         sequences=(((function, 32, 0, 0, ()),) * 16,), num_values=0,
         owner=cell.buffer_info()[0], keep=(cell, index, rows),
     )
 
-before = make()
-is_done = threading.Event()
-
 def launch():
     while not is_done.is_set():
         before.run(0, 1)
 
 sys.setswitchinterval(1e-6)
-thread = threading.Thread(target=launch)
-thread.start()
-try:
-    for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            # Ends a child that waits for ever; a handler of Python's would never get its turn.
-            signal.alarm(10)
-            code = 1
-            try:
-                code = int((before.run(0, 1), make().run(0, 1)) != (FORKED, 16))
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-finally:
-    is_done.set()
-    thread.join()
+for kind in sys.argv[1:]:
+    cell = array("q", [-1, 0])
+    before = make()
+    is_done = threading.Event()
+    thread = threading.Thread(target=launch)
+    thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                # Ends a child that waits for ever; a handler of Python's would never get its turn.
+                signal.alarm(10)
+                code = 1
+                try:
+                    code = int((before.run(0, 1), make().run(0, 1)) != (FORKED, 16))
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0, kind
+    finally:
+        is_done.set()
+        thread.join()
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_fork_while_another_thread_launches_leaves_the_arena_free(kind, stage):
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BUSY_FORK_PROBE, kind]
+def test_a_fork_while_another_thread_launches_leaves_the_arena_free(kinds, stage):
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BUSY_FORK_PROBE, *kinds]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120)

@@ -12,6 +12,7 @@ import math
 import re
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ class Block:
         return int(self.v)
 
 
+@cache
+def integer(value: int, dtype: torch.dtype) -> torch.Tensor:
+    """One as a tensor, which nothing changes."""
+    return torch.tensor(value, dtype=dtype)
+
+
 def both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one type, as Triton promotes: a number takes the tensor's."""
     a, b = raw(a), raw(b)
@@ -67,9 +74,10 @@ def both(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
         b, a = both(b, a)
         return a, b
     if not isinstance(b, torch.Tensor):
-        wide = isinstance(b, float) and not a.is_floating_point()
-        a = a.float() if wide else a
-        return a, torch.tensor(b, dtype=a.dtype)
+        if isinstance(b, float):
+            a = a if a.is_floating_point() else a.float()
+            return a, torch.tensor(b, dtype=a.dtype)
+        return a, integer(b, a.dtype)
     wanted = torch.promote_types(a.dtype, b.dtype)
     return a.to(wanted), b.to(wanted)
 
@@ -116,7 +124,7 @@ class Pointer:
     __radd__ = __add__
 
     def masked(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        mask = torch.as_tensor(True if mask is None else raw(mask))
+        mask = integer(True, torch.bool) if mask is None else torch.as_tensor(raw(mask))
         at, mask = torch.broadcast_tensors(self.at, mask)
         used = at[mask]
         assert not used.numel() or 0 <= used.min() <= used.max() < len(self.memory), "outside"
@@ -157,7 +165,7 @@ def pairs_of(asm: str, words: torch.Tensor) -> torch.Tensor:
     names = {"$1": low | high << 16}
 
     def value(text: str) -> torch.Tensor:
-        return names[text] if text in names else torch.tensor(int(text, 0))
+        return names[text] if text in names else integer(int(text, 0), torch.int64)
 
     for line in asm.strip("{} ").split(";"):
         found = re.fullmatch(r"([\w.]+) (.+)", line.strip())

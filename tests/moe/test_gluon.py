@@ -5,6 +5,7 @@ sees that.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -147,8 +148,13 @@ def test_a_layer_is_the_oracle_s(name: str, tile: Tile, num_tokens: int) -> None
     _check(name, tile, num_tokens, early=list(CASES).index(name) % 2 == 1)
 
 
+@cache
+def _layer(name: str) -> Layer:
+    return random_layer(CASES[name])
+
+
 def _check(name: str, tile: Tile, num_tokens: int, *, early: bool) -> None:
-    layer = random_layer(CASES[name])
+    layer = _layer(name)
     spec = layer.spec
     generator = torch.Generator().manual_seed(num_tokens)
     dtype = DTYPES[spec.dtype]

@@ -2,25 +2,29 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from firesteel.errors import InvalidArgumentError, NotPlannedError, UnsupportedError
+from firesteel.errors import InvalidArgumentError, NotPlannedError
 from firesteel.launch import Launch, LaunchKey, Stride, plan
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.activation import Activation
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.plan import num_blocks, select, tile_of, workspace
+from firesteel.moe.products import split_k
 from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import Down, GateUp, LayerTiles, Shape, Tile, TileTable
 from firesteel.moe.tuning_file import default_table
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
+from tests.moe.tiles import FIXED, down_cuts, gate_up_cuts, keys_of, tile_at
 
 IDS = (("ids", "i32"),)
-GLM = geometry("glm-5.2", tensor_parallel=4)
+SHIPPED = geometry("glm-5.2", tensor_parallel=4)
+GLM = replace(SHIPPED, table=FIXED)
 INT4 = {"element": "int4", "group_size": 32, "scale": "bf16", "global_scale": "none"}
 TILES = GLM.tiles.sorted
 LARGE = Tile(64, GateUp(64, 4, 3), False, Down(64, 2, 4, 3))
@@ -56,7 +60,7 @@ def specs(draw: st.DrawFn) -> MoeSpec:
         batch_invariant=draw(st.booleans()),
         pdl=draw(st.booleans()),
         wgmma=draw(st.booleans()),
-        table=draw(st.sampled_from((default_table(), ODD))),
+        table=draw(st.sampled_from((default_table(), FIXED, ODD))),
     )
 
 
@@ -222,7 +226,7 @@ def test_a_tile_serves_the_routes_an_expert_has_up_to_its_bound() -> None:
     assert TILES[0][1].rows < TILES[-1][1].rows
     plain = replace(GLM, wgmma=False)
     for bound, tile in TILES[:-1]:
-        at = int(bound * GLM.num_experts)
+        at = math.ceil(bound * GLM.num_experts)
         assert tile_of(plain, at - 1) is tile
         assert tile_of(plain, at) is not tile
     assert tile_of(plain, 1 << 30) is TILES[-1][1]
@@ -244,13 +248,19 @@ def test_tiles_of_hoppers_own_kernels_come_before_the_others() -> None:
 
 
 def products_of(spec: MoeSpec) -> list[LaunchKey]:
-    made = plan(spec, 4000, flags={"ids": ["i32"]})
-    return [key for key in made.keys if _role(key) in ("gate_up_kernel", "down_kernel")]
+    """Keys of FC1 and FC2 of calls of up to 4000 tokens."""
+    keys = keys_of(spec, 4000, ["i32"])
+    return [key for key in keys if _role(key) in ("gate_up_kernel", "down_kernel")]
+
+
+@pytest.mark.parametrize("spec", [GLM, SHIPPED], ids=["fixed", "shipped"])
+def test_keys_change_only_where_a_range_starts(spec: MoeSpec) -> None:
+    assert plan(spec, 4000).keys == tuple(keys_of(spec, 4000))
 
 
 def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
     """A table that has only those gives the same launches, and none is of Hopper's kernels."""
-    (shape,) = (each for each in GLM.table.shapes if each == (6144, 512, "int4-g128"))
+    (shape,) = GLM.table.shapes
     rows = replace(GLM.tiles, wgmma=()).rows(shape)
     others = replace(GLM, table=replace(GLM.table, rows=rows))
     plain = replace(GLM, wgmma=False)
@@ -295,14 +305,25 @@ def test_a_tile_with_more_warps_than_rows_is_for_gated_layers_alone(first: float
     assert {key.name for key in products_of(plain)} == {"gate_up_kernel", "down_kernel"}
 
 
-def test_fp4_takes_only_rows_that_were_measured_for_it() -> None:
-    fp4 = StoredWeights.fp4("mxfp4")
+@pytest.mark.parametrize("element", ["mxfp4", "nvfp4"])
+def test_fp4_takes_only_rows_that_were_measured_for_it(element: str) -> None:
+    fp4 = StoredWeights.fp4(element)
     spec = replace(GLM, w13=fp4, w2=fp4)
+    assert {shape.recipe for shape in spec.table.shapes} == {"int4-g128"}
+    assert GLM.tiles.wgmma
+    assert spec.tiles == replace(GLM.tiles, wgmma=())
     assert {key.name for key in products_of(spec)} == {"gate_up_kernel", "down_kernel"}
-    rows = GLM.tiles.rows(Shape(6144, 512, "mxfp4"))
-    measured = replace(GLM.table, rows=(*GLM.table.rows, *rows))
+    shape = Shape(6144, 512, element)
+    measured = replace(GLM.table, rows=(*GLM.table.rows, *GLM.tiles.rows(shape)))
     names = {key.name for key in products_of(replace(spec, table=measured))}
     assert {"gate_up_stream_kernel", "down_wgmma_kernel"} < names
+    # Of the table that ships too it is the rows of its own recipe that it takes.
+    shipped = replace(SHIPPED, w13=fp4, w2=fp4)
+    assert shipped.tiles == shipped.table.tiles(shape)
+    kinds = ["stream" if tile.rows <= 16 else "wgmma" for *_, tile in shipped.tiles.wgmma]
+    assert kinds
+    names = {key.name for key in products_of(shipped)}
+    assert {f"{name}_{kind}_kernel" for kind in kinds for name in ("gate_up", "down")} < names
 
 
 def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:
@@ -321,8 +342,9 @@ def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_each_named_geometry_plans(name: str) -> None:
     group_size = 64 if name == "gpt-oss-120b" else 128
-    made = plan(geometry(name, group_size=group_size), 300)
-    assert len(made.keys) <= 22
+    spec = geometry(name, group_size=group_size)
+    made = plan(spec, 300)
+    assert len(made.keys) == num_keys(spec, 300)
     assert all(table.resolve(0) == () for table in made.tables.values())
 
 
@@ -331,25 +353,68 @@ def test_each_named_geometry_plans(name: str) -> None:
 def test_each_named_geometry_plans_as_fp4(name: str, element: str) -> None:
     spec = geometry(name, element=element)
     made = plan(spec, 300, flags={"ids": ["i32"]})
-    products = [key for key in made.keys if key.name in ("gate_up_kernel", "down_kernel")]
+    products = [key for key in made.keys if _role(key) in ("gate_up_kernel", "down_kernel")]
     assert {dict(key.constexprs)["ELEMENT"] for key in products} == {element}
     pointers = {name for key in products for name, _ in key.arguments}
     assert ("global_scale_ptr" in pointers) == (element == "nvfp4")
     assert {dict(key.arguments)["scales_ptr"] for key in products} == {"*u8@16"}
-    # The same tiles as int4 on the same kernels.
-    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4), "wgmma": False}
-    int4 = select(replace(spec, **same), 300, IDS)
-    assert [launch.grid for launch in select(spec, 300, IDS)] == [each.grid for each in int4]
+    # With rows of int4 alone, the same tiles as int4 on the same kernels.
+    same = {"w13": replace(spec.w13, **INT4), "w2": replace(spec.w2, **INT4)}
+    fixed = replace(spec, table=FIXED)
+    int4 = replace(fixed, **same, wgmma=False)
+    assert grids(fixed) == grids(int4)
+    # With its own, those that int4 takes from a table that has the same ones for it.
+    own = spec.table.nearest(spec.hidden_size, spec.intermediate_size, element)
+    assert own.recipe == element
+    rows = spec.table.tiles(own).rows(own._replace(recipe="int4-g128"))
+    int4 = replace(spec, **same, table=replace(spec.table, rows=rows))
+    assert grids(spec) == grids(int4)
+
+
+def grids(spec: MoeSpec) -> list[list[tuple[int, int, int]]]:
+    """Of direct calls, and of few, some and many sorted routes an expert."""
+    return [
+        [launch.grid for launch in select(spec, num_tokens, IDS)]
+        for num_tokens in (1, 40, 300, 1000, 8000)
+    ]
+
+
+def num_keys(spec: MoeSpec, max_tokens: int, num_ids: int = 2) -> int:
+    """By how calls cut the layer; what reads no ids is compiled once for all types of them."""
+    counts = range(1, max_tokens + 1)
+    products = [*gate_up_cuts(spec, counts), *down_cuts(spec, counts)]
+    direct = sum(not is_sorted for is_sorted, *_ in products)
+    activates = direct > 0 and split_k(spec) > 1
+    # Up to 4096 routes `place` sorts them, then `count` and `scatter`; `combine` ends each call.
+    routes = [count * spec.top_k for count in counts if tile_at(spec, count)[0]]
+    sorts = any(n <= 4096 for n in routes) + 2 * any(n > 4096 for n in routes)
+    return len(products) - direct + num_ids * (direct + activates + sorts + 1)
 
 
 def test_the_reference_plan_has_few_keys() -> None:
-    assert len(plan(GLM, 8192).keys) == 22
-    assert len(plan(GLM, 8192, flags={"ids": ["i32"]}).keys) == 15
-    assert len(plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]}).keys) <= 6
+    made = plan(GLM, 8192)
+    assert len(made.keys) == num_keys(GLM, 8192) == 22
+    int32 = {step.key for steps in made.tables[IDS].sequences for step in steps}
+    assert len(int32) == num_keys(GLM, 8192, num_ids=1) == 15
+
+
+def test_the_page_says_how_many_keys_there_are() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "launch.md").read_text().split())
+    counts = range(1, 8193)
+    ways = [
+        sum(is_sorted for is_sorted, *_ in cuts(SHIPPED, counts))
+        for cuts in (gate_up_cuts, down_cuts)
+    ]
+    total = num_keys(SHIPPED, 8192)
+    assert f"(int4 group 128) has {total} keys for 0..8192 tokens" in page
+    assert f"no ids: {sum(ways)} keys" in page
+    assert f"scatter, combine: {total - sum(ways)}." in page
 
 
 def test_a_batch_invariant_plan_multiplies_in_one_way() -> None:
-    made = plan(replace(GLM, batch_invariant=True), 8192, flags={"ids": ["i32"]})
+    spec = replace(GLM, batch_invariant=True)
+    made = plan(spec, 8192, flags={"ids": ["i32"]})
+    assert len(made.keys) == num_keys(spec, 8192, num_ids=1) == 6
     for name in ("gate_up_kernel", "down_kernel", "combine_kernel"):
         assert sum(_role(key) == name for key in made.keys) == 1
     assert not any(key.name == "activate_kernel" for key in made.keys)
@@ -364,94 +429,9 @@ def test_ids_that_no_code_reads_make_no_key() -> None:
         if _role(k) == "gate_up_kernel" and "route_ids_ptr" in dict(k.arguments)
     ]
     # Of both types of ids: what sorted routes feed is compiled once.
-    tiles = {tile_of(GLM, routes) for routes in range(33, 3072 * 8)}
-    assert len(packed) == len(tiles)
+    cuts = gate_up_cuts(GLM, range(5, 3073))
+    assert len(packed) == len(cuts) > 1
     assert all("topk_ids_ptr" not in dict(key.arguments) for key in packed)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"hidden_size": 0}, InvalidArgumentError, "hidden_size: got 0"),
-        ({"hidden_size": 129}, UnsupportedError, "hidden_size: got 129"),
-        ({"num_experts": True}, InvalidArgumentError, "num_experts: got True"),
-        ({"num_experts": 2049}, UnsupportedError, "num_experts: got 2049, must be at most 2048"),
-        ({"top_k": 9}, InvalidArgumentError, "top_k: got 9"),
-        ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32'"),
-        ({"w13": StoredWeights(group_size=48)}, UnsupportedError, "w13.group_size: got 48"),
-        ({"w13": StoredWeights(group_size=0)}, UnsupportedError, "w13.group_size: got 0"),
-        ({"w2": StoredWeights(scale="e4m3")}, UnsupportedError, "w2.scale: got 'e4m3'"),
-        ({"w2": StoredWeights(element="int8")}, UnsupportedError, "w2.element: got 'int8'"),
-        ({"w2": StoredWeights(global_scale="divisor")}, UnsupportedError, "w2.global_scale: got"),
-        (
-            {"w13": replace(StoredWeights.fp4("nvfp4"), global_scale="none")},
-            UnsupportedError,
-            "w13.global_scale: got 'none', must be 'multiplier' or 'divisor' of nvfp4",
-        ),
-        (
-            {"w13": replace(StoredWeights.fp4("mxfp4"), group_size=64)},
-            UnsupportedError,
-            "w13.group_size: got 64 for 256 columns, must be 32 of mxfp4",
-        ),
-        (
-            {"w13": replace(StoredWeights.fp4("mxfp4"), scale="bf16")},
-            UnsupportedError,
-            "w13.scale: got 'bf16', must be e8m0 of mxfp4",
-        ),
-        (
-            {"w2": replace(StoredWeights.fp4("nvfp4"), has_zero_points=True)},
-            UnsupportedError,
-            "w2.has_zero_points: got True",
-        ),
-        (
-            {"intermediate_size": 48, "w2": StoredWeights.fp4("mxfp4")},
-            UnsupportedError,
-            "w2.group_size: got 32 for 48 columns",
-        ),
-        # 1856 columns are 14.5 groups of 128.
-        ({"intermediate_size": 1856}, UnsupportedError, r"w2.group_size: got 128 .* \[32, 64\]"),
-    ],
-)
-def test_a_bad_spec_names_its_field(
-    changes: dict[str, object], error: type[Exception], words: str
-) -> None:
-    small = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
-    with pytest.raises(error, match=words):
-        MoeSpec(**{**small, **changes})  # type: ignore[arg-type]
-
-
-def test_a_group_that_straddles_two_ranks_is_refused() -> None:
-    spec = MoeSpec(
-        hidden_size=256,
-        intermediate_size=640,
-        num_experts=8,
-        top_k=2,
-        w2=StoredWeights(group_size=128),
-    )
-    with pytest.raises(InvalidArgumentError, match="320 columns must be whole scale groups of 128"):
-        spec.shard(2)
-    assert spec.shard(5).intermediate_size == 128
-    with pytest.raises(InvalidArgumentError, match="must divide intermediate_size 640"):
-        spec.shard(3)
-
-
-def test_an_activation_that_is_not_gated_has_one_part() -> None:
-    spec = MoeSpec(
-        hidden_size=256,
-        intermediate_size=128,
-        num_experts=8,
-        top_k=2,
-        activation=Activation(name="relu2"),
-    )
-    shapes = {operand.name: operand.shape for operand in spec.operands(IDS)}
-    assert shapes["w13.codes"] == (8, 1, 2, 2, 64, 32)
-    assert shapes["w13.scales"] == (8, 2, 128)
-    gated = replace(spec, activation=Activation())
-    shapes = {operand.name: operand.shape for operand in gated.operands(IDS)}
-    assert shapes["w13.codes"] == (8, 2, 2, 2, 64, 32)
-    assert shapes["w13.scales"] == (8, 2, 256)
-    assert shapes["w2.codes"] == (8, 1, 4, 1, 64, 32)
-    assert shapes["w2.scales"] == (8, 1, 256)
 
 
 def test_a_layer_binds_the_types_of_ids_that_its_plan_holds() -> None:

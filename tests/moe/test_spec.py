@@ -10,6 +10,7 @@ from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
 
+IDS = (("ids", "i32"),)
 PLAIN = MoeSpec(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
 ASYMMETRIC = StoredWeights(has_zero_points=True)
 CHANGES = {
@@ -128,11 +129,96 @@ def test_a_model_by_name_is_stored_as_asked(element: str) -> None:
 
 def test_operands_of_fp4_are_bytes_and_matrix_wide_scales() -> None:
     stored = StoredWeights.fp4("nvfp4")
-    operands = replace(PLAIN, w13=stored, w2=stored).operands((("ids", "i32"),))
+    operands = replace(PLAIN, w13=stored, w2=stored).operands(IDS)
     found = {operand.name: (operand.dtype, operand.shape) for operand in operands}
     assert found["w13.scales"] == ("u8", (8, 16, 256))
     assert found["w13.global_scale"] == ("fp32", (8, 2))
     assert found["w2.scales"] == ("u8", (8, 8, 256))
     assert found["w2.global_scale"] == ("fp32", (8, 1))
-    mxfp4 = replace(PLAIN, w13=StoredWeights.fp4("mxfp4")).operands((("ids", "i32"),))
+    mxfp4 = replace(PLAIN, w13=StoredWeights.fp4("mxfp4")).operands(IDS)
     assert not any(operand.name == "w13.global_scale" for operand in mxfp4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"hidden_size": 0}, InvalidArgumentError, "hidden_size: got 0"),
+        ({"hidden_size": 129}, UnsupportedError, "hidden_size: got 129"),
+        ({"num_experts": True}, InvalidArgumentError, "num_experts: got True"),
+        ({"num_experts": 2049}, UnsupportedError, "num_experts: got 2049, must be at most 2048"),
+        ({"top_k": 9}, InvalidArgumentError, "top_k: got 9"),
+        ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32'"),
+        ({"w13": StoredWeights(group_size=48)}, UnsupportedError, "w13.group_size: got 48"),
+        ({"w13": StoredWeights(group_size=0)}, UnsupportedError, "w13.group_size: got 0"),
+        ({"w2": StoredWeights(scale="e4m3")}, UnsupportedError, "w2.scale: got 'e4m3'"),
+        ({"w2": StoredWeights(element="int8")}, UnsupportedError, "w2.element: got 'int8'"),
+        ({"w2": StoredWeights(global_scale="divisor")}, UnsupportedError, "w2.global_scale: got"),
+        (
+            {"w13": replace(StoredWeights.fp4("nvfp4"), global_scale="none")},
+            UnsupportedError,
+            "w13.global_scale: got 'none', must be 'multiplier' or 'divisor' of nvfp4",
+        ),
+        (
+            {"w13": replace(StoredWeights.fp4("mxfp4"), group_size=64)},
+            UnsupportedError,
+            "w13.group_size: got 64 for 256 columns, must be 32 of mxfp4",
+        ),
+        (
+            {"w13": replace(StoredWeights.fp4("mxfp4"), scale="bf16")},
+            UnsupportedError,
+            "w13.scale: got 'bf16', must be e8m0 of mxfp4",
+        ),
+        (
+            {"w2": replace(StoredWeights.fp4("nvfp4"), has_zero_points=True)},
+            UnsupportedError,
+            "w2.has_zero_points: got True",
+        ),
+        (
+            {"intermediate_size": 48, "w2": StoredWeights.fp4("mxfp4")},
+            UnsupportedError,
+            "w2.group_size: got 32 for 48 columns",
+        ),
+        # 1856 columns are 14.5 groups of 128.
+        ({"intermediate_size": 1856}, UnsupportedError, r"w2.group_size: got 128 .* \[32, 64\]"),
+    ],
+)
+def test_a_bad_spec_names_its_field(
+    changes: dict[str, object], error: type[Exception], words: str
+) -> None:
+    small = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
+    with pytest.raises(error, match=words):
+        MoeSpec(**{**small, **changes})  # type: ignore[arg-type]
+
+
+def test_a_group_that_straddles_two_ranks_is_refused() -> None:
+    spec = MoeSpec(
+        hidden_size=256,
+        intermediate_size=640,
+        num_experts=8,
+        top_k=2,
+        w2=StoredWeights(group_size=128),
+    )
+    with pytest.raises(InvalidArgumentError, match="320 columns must be whole scale groups of 128"):
+        spec.shard(2)
+    assert spec.shard(5).intermediate_size == 128
+    with pytest.raises(InvalidArgumentError, match="must divide intermediate_size 640"):
+        spec.shard(3)
+
+
+def test_an_activation_that_is_not_gated_has_one_part() -> None:
+    spec = MoeSpec(
+        hidden_size=256,
+        intermediate_size=128,
+        num_experts=8,
+        top_k=2,
+        activation=Activation(name="relu2"),
+    )
+    shapes = {operand.name: operand.shape for operand in spec.operands(IDS)}
+    assert shapes["w13.codes"] == (8, 1, 2, 2, 64, 32)
+    assert shapes["w13.scales"] == (8, 2, 128)
+    gated = replace(spec, activation=Activation())
+    shapes = {operand.name: operand.shape for operand in gated.operands(IDS)}
+    assert shapes["w13.codes"] == (8, 2, 2, 2, 64, 32)
+    assert shapes["w13.scales"] == (8, 2, 256)
+    assert shapes["w2.codes"] == (8, 1, 4, 1, 64, 32)
+    assert shapes["w2.scales"] == (8, 1, 256)

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from firesteel.cli.bench.quality import QualityRequest, measure, windows
 from firesteel.errors import InvalidArgumentError
-from tests.cli.command import assert_error, invoke, run_apart
+from tests.cli.command import assert_error, invoke
 
 KEYS = {
     "bench",
@@ -154,9 +154,7 @@ def test_a_text_of_no_tokens(plain_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_only_json_is_on_stdout(plain_folder, tmp_path):
-    options = ("--model", plain_folder, "--text", write_text(tmp_path), "--recipes", "bf16,mxfp4")
-    size = ("--window", "32", "--stride", "32")
-    done = run_apart("bench", "quality", *options, *size, "--json")
+def test_only_json_is_on_stdout(piped):
+    done = piped["bench quality --json"]
     assert (done.returncode, done.stderr) == (0, "")
     assert len([json.loads(line) for line in done.stdout.splitlines()]) == 2

@@ -24,8 +24,9 @@ from firesteel.moe.products import split_k
 from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import INFINITY, Down, GateUp, LayerTiles, Tile
 from firesteel.moe.tuning_file import format_table, parse_table
+from tests.moe.tiles import FIXED
 
-GLM = geometry("glm-5.2", tensor_parallel=4)
+GLM = replace(geometry("glm-5.2", tensor_parallel=4), table=FIXED)
 SMALL = MoeSpec(hidden_size=256, intermediate_size=96, num_experts=8, top_k=2,
                 w2=StoredWeights(group_size=32))  # fmt: skip
 COUNTS = (1, 2, 8, 64, 1024, 8192)

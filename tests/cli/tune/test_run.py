@@ -31,9 +31,10 @@ from firesteel.moe.tuning_file import default_table, read_table, write_table
 from tests.cli.command import assert_error, invoke, invoke_json
 from tests.cli.tune.test_search import FakeBench
 from tests.moe.test_tuning import TWO, table
+from tests.moe.tiles import FIXED
 
 TILE = Tile(16, GateUp(128, 8, 4), True, Down(128, 2, 8, 3))
-GLM = geometry("glm-5.2", tensor_parallel=4)
+GLM = replace(geometry("glm-5.2", tensor_parallel=4), table=FIXED)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +139,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Tuned:
 
 
 def pretend_device(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
-    """A GPU that is not there, with the default table."""
+    """A GPU that is not there, with a table that stays as it is."""
     for attribute, value in {
         "default_device": lambda: torch.device("cuda", 0),
         "device_name": lambda device: name,
         "device_target": lambda device: target,
-        "table_of_device": lambda device: default_table(),
+        "table_of_device": lambda device: FIXED,
         "context": lambda device: {"device": "cuda"},
         "Driver": Pretended,
     }.items():
@@ -277,7 +278,9 @@ def test_hoppers_tiles_alone_leave_other_rows_of_the_file_as_they_are(
 ) -> None:
     h200.us = times
     out = tmp_path / "h200.json"
-    write_table(out, default_table())
+    others = (Shape(6144, 512, "mxfp4"), Shape(2048, 768, "int4-g128"))
+    rows = [row for shape in others for row in GLM.tiles.rows(shape)]
+    write_table(out, replace(FIXED, rows=(*FIXED.rows, *rows)))
     before = rows_of(out)
     options = ("--m", "1,8,256,512,1024,2048,3072,8192", "--only-wgmma", "--merge")
     result = invoke(
@@ -424,7 +427,7 @@ def test_a_second_run_is_merged_and_starts_from_the_first(gpu: Tuned, tmp_path: 
     assert spec.tiles.sorted[0][1] == spec.tiles.direct == TILE
     # Another recipe has nothing to start from in the file.
     found = invoke_json("tune", "--out", out, "--m", "64", "--recipe", "int4-g32", "--merge")
-    assert found["started_from"] == "h200"
+    assert found["started_from"] == FIXED.name
     assert [shape.recipe for shape in read_table(out).shapes] == ["int4-g128", "int4-g32"]
     assert replace(GLM, table=read_table(out)).tiles == spec.tiles
     found = invoke_json("tune", "--out", out, "--m", "64", "--merge", "--batch-invariant")

@@ -23,8 +23,9 @@ from firesteel.cli.tune.search import NOISE, Found, Timing, search, tuned_tiles
 from firesteel.errors import FiresteelError
 from firesteel.moe.spec import MoeSpec, geometry
 from firesteel.moe.tuning import Down, GateUp, Tile, TileTable
+from tests.moe.tiles import FIXED
 
-GLM = geometry("glm-5.2", tensor_parallel=4)
+GLM = replace(geometry("glm-5.2", tensor_parallel=4), table=FIXED)
 JOB = Job("sorted", (1024,))
 SHARED = 227 * 1024
 
