@@ -5,15 +5,16 @@ of `256 * bits` bits, to which every weight in turn adds a symbol of `bits` bits
 weight is the last 16 bits of the stream when its symbol has come, and a codebook makes a number of
 a state. So weights next to one another share bits, and the first ones take theirs from the end.
 
-    3 bits   stream  110 001 101 100 ...  111 010 110 101 001
-             weight 0 has the last 13 bits of the stream and then 110; weight 1 the last 10, 110, 001
+    stream of 3 bits   110 001 101 ... 111 010 110 101 001
+    state of weight 0                    1 010 110 101 001 110
+    state of weight 1                        0 110 101 001 110 001
 
 Bits of a half-integer rate alternate: at 2.5 weight 0 adds 2 bits, weight 1 adds 3, and so on.
 Weights stand in the order of a tensor core's fragments: weight t is that of lane `t // 8`, slot
 `j = t % 8`, in row `lane % 4 * 2 + (0, 1, 8, 9)[j % 4]` and column `lane // 4 + 8 * (j // 4)`.
 
-The numbers of the tiles are not yet weights: both sides are turned by Hadamard matrices of blocks
-of 128 and then scaled: W = diag(suh) H What H diag(svh).
+The numbers of all tiles, What, are weights in a rotated frame: W = diag(suh) H What H diag(svh),
+where H are Hadamard matrices of 128 down the diagonal.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ TILE = 16
 """Rows and columns of a tile."""
 TILE_WEIGHTS = TILE * TILE
 BLOCK = 128
-"""Rows and columns that one Hadamard matrix turns."""
+"""Rows or columns that one Hadamard matrix rotates."""
 STATE_BITS = 16
 NUM_STATES = 1 << STATE_BITS
 
@@ -110,14 +111,11 @@ def codebook_values(codebook: Codebook, device: torch.device | None = None) -> T
     """fp16 `[65536]`: the number of each state. Shared by all callers: not to be written to."""
     state = torch.arange(NUM_STATES)
     if codebook == "mul1":
-        product = state * MULTIPLIERS["mul1"]
-        total = sum((product >> shift) & 0xFF for shift in (0, 8, 16, 24))
-        # h * scale + offset has at most 22 bits, so fp32 holds it and only `half` rounds.
-        h, scale, offset = (
-            _half_of(bits).float()
-            for bits in (0x6400 + total, torch.tensor(0x1EEE), torch.tensor(0xC931))
-        )
-        return (h * scale + offset).half().to(device)
+        product = (state * MULTIPLIERS["mul1"]).unsqueeze(1)
+        total = ((product >> torch.arange(0, 32, 8)) & 0xFF).sum(1)
+        # The product and the sum have 22 bits at most: fp32 holds them, and only `half` rounds.
+        scale, offset = _half_of(torch.tensor([0x1EEE, 0xC931])).float()
+        return (_half_of(0x6400 + total).float() * scale + offset).half().to(device)
     product = state * 89226354 + 64248484
     if codebook == "mcg":
         product = state * MULTIPLIERS["mcg"]
@@ -166,9 +164,10 @@ def decode_tiles(trellis: Tensor, code: TrellisCode) -> Tensor:
 
 
 def hadamard128(x: Tensor, dim: int = -1) -> Tensor:
-    """`x` turned along `dim` in blocks of 128: fp32, or float64 of float64.
+    """`x` rotated along `dim` in blocks of 128: fp32, or float64 of float64.
 
-    The matrix is (-1)**popcount(i & j) / sqrt(128), its own inverse.
+    The matrix is (-1)**popcount(i & j) / sqrt(128), its own inverse. Sums are those of PyTorch's
+    matrix product, at the precision that is set for it.
 
     Raises
         InvalidArgumentError: 128 does not divide that dimension.
@@ -210,8 +209,8 @@ def dequantize(trellis: Tensor, code: TrellisCode, suh: Tensor, svh: Tensor) -> 
                 f"{name}: got {dtype_name(scales.dtype)} {list(scales.shape)}, "
                 f"expected float16 [{size}]"
             )
-    turned = hadamard128(hadamard128(decode_tiles(trellis, code), dim=0), dim=1)
-    return turned.mul_(suh.float().unsqueeze(1)).mul_(svh.float())
+    rotated = hadamard128(hadamard128(decode_tiles(trellis, code), dim=0), dim=1)
+    return rotated.mul_(suh.float().unsqueeze(1)).mul_(svh.float())
 
 
 def sign_bits_to_scales(signs: Tensor) -> Tensor:
@@ -244,15 +243,12 @@ def scales_to_sign_bits(scales: Tensor) -> Tensor:
 
 
 def _check_trellis(trellis: Tensor, code: TrellisCode, dims: int | None = None) -> None:
-    is_right = (
-        trellis.dtype == torch.int16
-        and trellis.ndim == (dims or max(1, trellis.ndim))
-        and trellis.shape[-1] == code.tile_words
-    )
-    if not is_right:
-        lead = "k / 16, n / 16" if dims == 3 else "..."
+    shape = tuple(trellis.shape)
+    is_tiles = shape[-1:] == (code.tile_words,) and dims in (None, len(shape))
+    if trellis.dtype != torch.int16 or not is_tiles:
+        lead = "..." if dims is None else "k / 16, n / 16"
         raise CheckpointError(
-            f"trellis: got {dtype_name(trellis.dtype)} {list(trellis.shape)}, "
+            f"trellis: got {dtype_name(trellis.dtype)} {list(shape)}, "
             f"expected int16 [{lead}, {code.tile_words}] at {code.bits} bits"
         )
 

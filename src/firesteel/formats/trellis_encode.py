@@ -47,8 +47,8 @@ _SEAM = 64
 _TILES_AT_ONCE = 2
 # Tiles that are searched together, with a history of 130 MiB at most, so that small steps pay off.
 _MAX_TILES = 32
-# Up to here the symbol is the outer axis of the costs: an inner one would be too short for speed.
-_MAX_OUTER_BITS = 3
+# From here on an inner axis of symbols is long enough for speed.
+_MIN_UNPAIRED_BITS = 4
 # At more threads than this Python itself is what they wait for.
 _MAX_THREADS = 8
 # Scales are normal fp16 numbers.
@@ -102,13 +102,13 @@ def quantize_trellis(weight: Tensor, code: TrellisCode) -> tuple[Tensor, Tensor,
     n, k = numbers.shape
     matrix = pad(numbers.t(), (0, -n % BLOCK, 0, -k % BLOCK))
     suh, svh = _scales(matrix)
-    scaled = matrix / suh.float().unsqueeze(1) / svh.float()
-    target = hadamard128(hadamard128(scaled, dim=0), dim=1).mul_(_target_size(code))
-    trellis = encode_tiles(target, code)
-    unscaled = dequantize(trellis, code, suh, torch.ones_like(svh))
-    # Least squares; a column of zeros gets 0.
-    energy = unscaled.square().sum(0).clamp_min(torch.finfo(torch.float32).tiny)
-    fit = (matrix * unscaled).sum(0) / energy
+    by_row = matrix / suh.float().unsqueeze(1)
+    target = hadamard128(hadamard128(by_row / svh.float(), dim=0), dim=1)
+    trellis = encode_tiles(target.mul_(_target_size(code)), code)
+    # Least squares over rows of one size, so that no loud one decides alone; of zeros it is 0.
+    got = dequantize(trellis, code, torch.ones_like(suh), torch.ones_like(svh))
+    energy = got.square().sum(0).clamp_min(torch.finfo(torch.float32).tiny)
+    fit = (by_row * got).sum(0) / energy
     return trellis, suh, fit.clamp(-_MAX_SCALE, _MAX_SCALE).half()
 
 
@@ -173,10 +173,10 @@ def _pack(states: Tensor, code: TrellisCode) -> Tensor:
 
 def _nearest_states(numbers: Tensor, code: TrellisCode) -> Tensor:
     """States int64 `[tiles, 256]` of fp32 `numbers`, both by place; one search a thread."""
-    threads = torch.get_num_threads()
-    shares = numbers.chunk(min(threads, _MAX_THREADS) if numbers.device.type == "cpu" else 1)
-    if len(shares) == 1:
+    if numbers.device.type != "cpu":
         return _search(numbers, code)
+    threads = torch.get_num_threads()
+    shares = numbers.chunk(min(threads, _MAX_THREADS, -(-len(numbers) // _TILES_AT_ONCE)))
     # A step is too small for several threads, so each searches for itself. PyTorch's own number of
     # threads is that of the thread that sets it, and of threads that begin thereafter.
     try:
@@ -197,40 +197,70 @@ def _search(numbers: Tensor, code: TrellisCode) -> Tensor:
     return torch.cat([search.ring(some) for some in numbers.split(most)])
 
 
+class _Views(NamedTuple):
+    """Views of one memory for every second step of a search, which are at places of one parity.
+
+    name     shape                   what
+    values   [65536]                 the codebook, in the order of costs
+    costs    [tiles, 65536]          of states
+    by_group any                     the same, with axes that `before` fits
+    ways     [tiles, ..., tops, .]   the same, with an axis of what the next symbol drives out
+    before   any                     of each step, costs of the groups before it
+    after    as `ways` without tops  of each step, costs of the groups after it
+    least    as `after`              where `after` is in another order: memory to move it from
+    """
+
+    values: Tensor
+    costs: Tensor
+    by_group: Tensor
+    ways: Tensor
+    before: tuple[Tensor, ...]
+    after: tuple[Tensor, ...]
+    least: Tensor | None
+
+
 class _Search:
-    """Searches of up to `max_tiles` tiles at once, in memory that they share."""
+    """Searches of up to `max_tiles` tiles at once, in memory that they share.
+
+    Costs are in the order of states and groups, symbol last, where that axis is long enough for
+    speed. Below 4 bits it is not, and places go in pairs. The first, an even one, adds symbol `a`:
+
+        costs at it     [a, group], where group is (top bits, rest)
+        groups then     [a, rest], where rest is (top bits, less); not in the order of groups
+        costs at next   [a, b, rest]
+        groups then     [a, b, less], and moved to [less, a, b], the order of groups
+    """
 
     def __init__(self, code: TrellisCode, max_tiles: int, device: torch.device) -> None:
-        self._bits = code.symbol_bits
+        self._bits = even, _ = code.symbol_bits
+        self._is_paired = code.bits < _MIN_UNPAIRED_BITS
         self._values = codebook_values(code.codebook, device).float()
-        self._arranged = tuple(_arranged(self._values, bits) for bits in self._bits)
-        groups = NUM_STATES >> self._bits[0]
+        first = self._values.view(-1, 1 << even).t().flatten()
+        second = self._values.view(-1, 1 << sum(self._bits)).t().flatten()
+        self._arranged = (first, second) if self._is_paired else (self._values, self._values)
+        groups = NUM_STATES >> even
         self._costs = torch.empty(_TILES_AT_ONCE, NUM_STATES, device=device)
-        self._least = torch.empty(_TILES_AT_ONCE * groups, device=device)
+        self._least = torch.empty(_TILES_AT_ONCE, groups, device=device)
         # Of each step, or place that is searched, the costs of the groups before it.
         self._history = torch.empty(TILE_WEIGHTS + 1, max_tiles, groups, device=device)
 
     def ring(self, numbers: Tensor) -> Tensor:
         """States int64 of `numbers`, both `[tiles, 256]`; the first follows on the last."""
-        seam = [place % TILE_WEIGHTS for place in range(-_SEAM, _SEAM)]
         tiles = len(numbers)
-        self._group_costs(0, seam[0], tiles).zero_()
+        seam = [place % TILE_WEIGHTS for place in range(-_SEAM, _SEAM)]
+        self._history[0, :tiles].zero_()
         self._forward(numbers, seam)
-        end = self._group_costs(len(seam), _SEAM, tiles).argmin(1)
+        end = self._history[len(seam), :tiles].argmin(1)
         # A state without its symbol is the group before it.
         group = self._backward(numbers, seam, end)[:, 0] >> self._bits[0]
         ring = range(TILE_WEIGHTS)
-        start = self._group_costs(0, 0, tiles)
+        start = self._history[0, :tiles]
         start.fill_(torch.inf).scatter_(1, group.unsqueeze(1), 0.0)
         self._forward(numbers, ring)
         return self._backward(numbers, ring, group)
 
-    def _group_costs(self, step: int, place: int, tiles: int) -> Tensor:
-        """Of the history the costs of groups before `place`: fp32 `[tiles, groups]`."""
-        return self._history[step, :tiles, : NUM_STATES >> self._bits[place % 2]]
-
     def _forward(self, numbers: Tensor, places: Sequence[int]) -> None:
-        """Fills the history, from the costs of its first step on; `places` begin with an even one.
+        """Fills the history after its first step; `places` begin at an even one and end at an odd.
 
         Cost of a next group = min over the states that end in it of
             cost of the state's group + (value of the state - number)**2
@@ -238,43 +268,64 @@ class _Search:
         for first in range(0, len(numbers), _TILES_AT_ONCE):
             some = slice(first, min(first + _TILES_AT_ONCE, len(numbers)))
             columns = numbers[some].t().unsqueeze(2).unbind(0)
-            views = [self._views(parity, some) for parity in (0, 1)]
+            history = self._history[: len(places) + 1, some]
+            views = self._paired_views(history) if self._is_paired else self._plain_views(history)
             for step, place in enumerate(places):
-                view = views[step % 2]
-                torch.sub(self._arranged[step % 2], columns[place], out=view.all_costs)
-                torch.addcmul(view.before[step], view.costs, view.costs, out=view.costs)
+                view, turn = views[step % 2], step // 2
+                torch.sub(view.values, columns[place], out=view.costs)
+                torch.addcmul(view.before[turn], view.by_group, view.by_group, out=view.by_group)
                 if view.least is None:
-                    torch.amin(view.ways, 1, out=view.after[step + 1])
+                    torch.amin(view.ways, -2, out=view.after[turn])
                 else:
-                    torch.amin(view.ways, 2, out=view.least)
-                    view.after[step + 1].copy_(view.least.transpose(1, 2))
+                    torch.amin(view.ways, -2, out=view.least)
+                    view.after[turn].copy_(view.least)
 
-    def _views(self, parity: int, some: slice) -> _Views:
-        """What steps at places of one parity read and write for `some` tiles."""
-        bits, next_bits = self._bits[parity], self._bits[1 - parity]
-        tiles = some.stop - some.start
+    def _plain_views(self, history: Tensor) -> tuple[_Views, _Views]:
+        """Views for even and for odd places, all in the order of groups."""
+        tiles = history.shape[1]
         costs = self._costs[:tiles]
-        before = self._history[:, some, : NUM_STATES >> bits]
-        after = self._history[:, some, : NUM_STATES >> next_bits]
-        if bits > _MAX_OUTER_BITS:
+
+        def views(parity: int) -> _Views:
+            bits, next_bits = self._bits[parity], self._bits[1 - parity]
+            before = history[parity:-1:2, :, : NUM_STATES >> bits]
+            after = history[parity + 1 :: 2, :, : NUM_STATES >> next_bits]
             return _Views(
-                all_costs=costs,
-                costs=costs.unflatten(1, (-1, 1 << bits)),
-                ways=costs.unflatten(1, (1 << next_bits, -1)),
+                values=self._arranged[parity],
+                costs=costs,
+                by_group=costs.view(tiles, -1, 1 << bits),
+                ways=costs.view(tiles, 1 << next_bits, -1),
                 before=before.unsqueeze(3).unbind(0),
                 after=after.unbind(0),
                 least=None,
             )
-        by_symbol = costs.unflatten(1, (1 << bits, -1))
-        least = self._least[: tiles * (NUM_STATES >> next_bits)]
-        return _Views(
-            all_costs=costs,
-            costs=by_symbol,
-            ways=by_symbol.unflatten(2, (1 << next_bits, -1)),
-            before=before.unsqueeze(2).unbind(0),
-            after=after.unflatten(2, (-1, 1 << bits)).unbind(0),
-            least=least.view(tiles, 1 << bits, -1),
+
+        return views(0), views(1)
+
+    def _paired_views(self, history: Tensor) -> tuple[_Views, _Views]:
+        """Views for the first and for the second place of a pair."""
+        tiles = history.shape[1]
+        costs = self._costs[:tiles]
+        a, b = (1 << bits for bits in self._bits)
+        between = history[1::2, :, : NUM_STATES // b].unflatten(2, (a, -1))
+        first = _Views(
+            values=self._arranged[0],
+            costs=costs,
+            by_group=costs.view(tiles, a, -1),
+            ways=costs.view(tiles, a, b, -1),
+            before=history[:-1:2].unsqueeze(2).unbind(0),
+            after=between.unbind(0),
+            least=None,
         )
+        second = _Views(
+            values=self._arranged[1],
+            costs=costs,
+            by_group=costs.view(tiles, a, b, -1),
+            ways=costs.view(tiles, a * b, a, -1),
+            before=between.unsqueeze(3).unbind(0),
+            after=history[2::2].unflatten(2, (-1, a * b)).transpose(2, 3).unbind(0),
+            least=self._least[:tiles].view(tiles, a * b, -1),
+        )
+        return first, second
 
     def _backward(self, numbers: Tensor, places: Sequence[int], group: Tensor) -> Tensor:
         """States int64 `[tiles, 256]` of the cheapest way to `group [tiles]`, at `places` only."""
@@ -284,42 +335,16 @@ class _Search:
             (torch.arange(1 << bits, device=group.device) << (STATE_BITS - bits)).unsqueeze(0)
             for bits in self._bits
         )
+        even, odd = self._bits
         for step in reversed(range(len(places))):
             place = places[step]
-            ending = tops[(place + 1) % 2] + group.unsqueeze(1)
+            ending = tops[1 - place % 2] + group.unsqueeze(1)
+            before = index = ending >> self._bits[place % 2]
+            if place % 2 and self._is_paired:
+                index = (before & ((1 << even) - 1)) << (STATE_BITS - even - odd) | before >> even
             errors = (self._values[ending] - numbers[:, place, None]).square_()
-            costs = self._group_costs(step, place, len(numbers))
-            costs = costs.gather(1, ending >> self._bits[place % 2]).add_(errors)
+            costs = self._history[step, : len(numbers)].gather(1, index).add_(errors)
             state = ending.gather(1, costs.argmin(1, keepdim=True)).squeeze(1)
             states[:, place] = state
             group = state >> self._bits[place % 2]
         return states
-
-
-class _Views(NamedTuple):
-    """Views of one memory, for steps at places of one parity and some tiles.
-
-    name       shape                      what
-    all_costs  [tiles, 65536]             costs of states; symbol first, or the state's own order
-    costs      [tiles, symbols, groups]   the same; or [tiles, groups, symbols]
-    ways       [tiles, symbols, tops, r]  the same, by the bits that the next symbol drives out;
-                                          or [tiles, tops, next groups]
-    before     [tiles, 1, groups]         of each step, costs of groups; or [tiles, groups, 1]
-    after      [tiles, r, symbols]        of each step, what the step before it leaves; or
-                                          [tiles, next groups]
-    least      [tiles, symbols, r]        the same, as it comes out of `ways`; or None
-    """
-
-    all_costs: Tensor
-    costs: Tensor
-    ways: Tensor
-    before: tuple[Tensor, ...]
-    after: tuple[Tensor, ...]
-    least: Tensor | None
-
-
-def _arranged(values: Tensor, bits: int) -> Tensor:
-    """Values of states, fp32 `[65536]`, in the order of `_Views.all_costs`."""
-    if bits > _MAX_OUTER_BITS:
-        return values
-    return values.view(-1, 1 << bits).t().flatten()
