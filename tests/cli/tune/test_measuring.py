@@ -40,10 +40,11 @@ from firesteel.moe.spec import MoeSpec, StoredWeights
 from firesteel.moe.tuning import Down, GateUp, Tile
 from firesteel.settings import Settings
 from tests.launch.rig import pretended, ready_on_stub
+from tests.moe.tiles import FIXED
 
 CPU = torch.device("cpu")
 SPEC = MoeSpec(hidden_size=256, intermediate_size=96, num_experts=16, top_k=2,
-               w2=StoredWeights(group_size=32))  # fmt: skip
+               w2=StoredWeights(group_size=32), table=FIXED)  # fmt: skip
 SHARED = 227 * 1024
 
 

@@ -1,4 +1,4 @@
-"""`firesteel tune` where Hopper's own kernels can take a layer: what it times, chooses, keeps."""
+"""`firesteel tune` on Hopper: when the tiles of its own kernels get rows, and which rows stay."""
 
 import json
 from collections.abc import Callable
