@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what firesteel reads: schemes, matrices, stored tensors.
+"""Hypothesis strategies for what firesteel reads: schemes, matrices, stored tensors, tiles.
 
 Shapes and choices are drawn, so they shrink; bulk numbers come from a drawn seed. Codes, zero
 points and scale bits reach both ends of their range.
@@ -24,10 +24,13 @@ from firesteel.formats.base import (
     TensorHeader,
 )
 from firesteel.formats.registry import FORMATS, format_named
+from firesteel.formats.trellis import TrellisCode
 
 INT_BITS = (3, 4, 8)
 GROUP_SIZES = (16, 32, 64, 128)
 FLOAT_SCALES: tuple[ScaleType, ...] = ("bf16", "fp16", "fp32")
+CODEBOOKS = ("mcg", "3inst", "mul1")
+TRELLIS_RATES = tuple(half / 2 for half in range(2, 17))
 FORMAT_NAMES = tuple(entry.name for entry in FORMATS)
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -132,6 +135,21 @@ def stored_layers(draw: st.DrawFn, scheme: Scheme) -> dict[str, Tensor]:
         if _is_free(scheme, suffix):
             stored[suffix] = random_bits(header.shape, header.dtype, generator)
     return stored
+
+
+@st.composite
+def stored_tiles(
+    draw: st.DrawFn, *, max_rows: int = 2, max_columns: int = 2
+) -> tuple[TrellisCode, Tensor]:
+    """A code of a trellis and tiles of it: bits all random, all zeros or all ones."""
+    code = TrellisCode(draw(st.sampled_from(TRELLIS_RATES)), draw(st.sampled_from(CODEBOOKS)))
+    rows, columns = draw(st.integers(1, max_rows)), draw(st.integers(1, max_columns))
+    shape = (rows, columns, code.tile_words)
+    kind = draw(st.sampled_from(("random", "random", "zeros", "ones")))
+    if kind != "random":
+        return code, torch.full(shape, 0 if kind == "zeros" else -1, dtype=torch.int16)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    return code, random_bits(shape, torch.int16, generator)
 
 
 def headers_of(stored: dict[str, Tensor]) -> dict[str, TensorHeader]:
