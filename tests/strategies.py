@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what firesteel reads: schemes, matrices, stored tensors.
+"""Hypothesis strategies for what firesteel reads: schemes, matrices, stored tensors, tiles.
 
 Shapes and choices are drawn, so they shrink; bulk numbers come from a drawn seed. Codes, zero
 points and scale bits reach both ends of their range.
@@ -33,12 +33,9 @@ GROUP_SIZES = (16, 32, 64, 128)
 FLOAT_SCALES: tuple[ScaleType, ...] = ("bf16", "fp16", "fp32")
 FORMAT_NAMES = tuple(entry.name for entry in FORMATS if entry.name != "exl3")
 """Formats of codes and scales."""
-
-TRELLIS_CODES = st.builds(
-    TrellisCode,
-    st.sampled_from([half / 2 for half in range(2, 17)]),
-    st.sampled_from(["mcg", "3inst", "mul1"]),
-)
+CODEBOOKS = ("mcg", "3inst", "mul1")
+TRELLIS_RATES = tuple(half / 2 for half in range(2, 17))
+TRELLIS_CODES = st.builds(TrellisCode, st.sampled_from(TRELLIS_RATES), st.sampled_from(CODEBOOKS))
 
 _INT_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _GPTQ_LAYOUTS = ("v1", "v2", "v1-without-g_idx", "v2-without-g_idx")
@@ -176,6 +173,21 @@ def random_trellis(scheme: TrellisScheme, generator: torch.Generator) -> Trellis
             signs *= (0.5 + torch.rand(padded(size), generator=generator)) / scheme.k**0.25
         scales.append(signs.half())
     return TrellisMatrix(trellis=tiles.short(), suh=scales[0], svh=scales[1])
+
+
+@st.composite
+def stored_tiles(
+    draw: st.DrawFn, *, max_rows: int = 2, max_columns: int = 2
+) -> tuple[TrellisCode, Tensor]:
+    """A code of a trellis and tiles of it: bits all random, all zeros or all ones."""
+    code = draw(TRELLIS_CODES)
+    rows, columns = draw(st.integers(1, max_rows)), draw(st.integers(1, max_columns))
+    shape = (rows, columns, code.tile_words)
+    kind = draw(st.sampled_from(("random", "random", "zeros", "ones")))
+    if kind != "random":
+        return code, torch.full(shape, 0 if kind == "zeros" else -1, dtype=torch.int16)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    return code, random_bits(shape, torch.int16, generator)
 
 
 def headers_of(stored: dict[str, Tensor]) -> dict[str, TensorHeader]:

@@ -17,10 +17,8 @@ from firesteel.formats.trellis import (
     sign_bits_to_scales,
     states_of,
 )
-from tests.strategies import bits_of
+from tests.strategies import CODEBOOKS, bits_of, random_bits, stored_tiles
 
-CODEBOOKS = ("mcg", "3inst", "mul1")
-RATES = tuple(half / 2 for half in range(2, 17))
 # fp16 bits of some states, by codebook.
 KNOWN = {
     0x0000: (0x3F60, 0x3A25, 0xC2E8),
@@ -81,20 +79,6 @@ def tile_read(tile: list[int], code: TrellisCode) -> list[list[float]]:
     return numbers
 
 
-@st.composite
-def stored_tiles(
-    draw: st.DrawFn, rows: int = 2, columns: int = 2
-) -> tuple[TrellisCode, torch.Tensor]:
-    """A code and up to `rows x columns` tiles: random, all zeros or all ones."""
-    code = TrellisCode(draw(st.sampled_from(RATES)), draw(st.sampled_from(CODEBOOKS)))
-    shape = (draw(st.integers(1, rows)), draw(st.integers(1, columns)), code.tile_words)
-    kind = draw(st.sampled_from(("random", "random", "zeros", "ones")))
-    if kind != "random":
-        return code, torch.full(shape, 0 if kind == "zeros" else -1, dtype=torch.int16)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    return code, torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
-
-
 @pytest.mark.parametrize("codebook", CODEBOOKS)
 def test_every_state_has_the_number_of_its_codebook(codebook):
     values = codebook_values(codebook)
@@ -132,8 +116,7 @@ def test_many_tiles_are_each_read_alone(bits):
     """More tiles than are decoded at a time, in rows that do not divide evenly."""
     code = TrellisCode(bits, "mcg")
     generator = torch.Generator().manual_seed(0)
-    shape = (37, 30, code.tile_words)
-    trellis = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
+    trellis = random_bits((37, 30, code.tile_words), torch.int16, generator)
     what = decode_tiles(trellis, code)
     for i, j in ((0, 0), (16, 29), (17, 0), (36, 29)):
         alone = decode_tiles(trellis[i : i + 1, j : j + 1], code)
@@ -168,7 +151,7 @@ def test_hadamard_is_the_parity_of_common_bits(shape, dtype):
     assert torch.equal(hadamard128(x, dim - x.ndim), got)
 
 
-@given(stored_tiles(1, 1), st.integers(0, 2**32 - 1))
+@given(stored_tiles(max_rows=1, max_columns=1), st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
 def test_dequantize_is_its_formula(case, seed):
     code, tile = case

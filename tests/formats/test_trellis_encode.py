@@ -13,7 +13,7 @@ from firesteel.formats.trellis import (
     states_of,
 )
 from firesteel.formats.trellis_encode import encode_tiles, quantize_trellis
-from tests.formats.test_trellis import CODEBOOKS, RATES, stored_tiles
+from tests.strategies import CODEBOOKS, TRELLIS_RATES, stored_tiles
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,7 +34,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@given(stored_tiles(1, 2))
+@given(stored_tiles(max_rows=1))
 @settings(max_examples=12)
 def test_numbers_of_a_trellis_are_found_again(case):
     code, trellis = case
@@ -48,7 +48,7 @@ def test_each_half_bit_brings_the_error_down():
     """At b bits the error of normal noise is 4**-b at least, and not much more."""
     wanted = noise(16, 32)
     errors = []
-    for i, bits in enumerate(RATES):
+    for i, bits in enumerate(TRELLIS_RATES):
         code = TrellisCode(bits, CODEBOOKS[i % 3])
         # What suits few bits does not suit many, which must not run out of large numbers.
         size = codebook_values(code.codebook).float().square().mean().sqrt() * (1.1 - 0.05 * bits)
@@ -56,7 +56,7 @@ def test_each_half_bit_brings_the_error_down():
             error_of(decode_tiles(encode_tiles(wanted * size, code), code) / size, wanted)
         )
     assert errors == sorted(errors, reverse=True)
-    for bits, error in zip(RATES, errors, strict=True):
+    for bits, error in zip(TRELLIS_RATES, errors, strict=True):
         assert 0.95 < error * 4**bits < 1.6
 
 
