@@ -92,7 +92,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_a_checkpoint_that_has_changed_since_is_not_mixed_in(tmp_path, monkeypatch):
     plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
     monkeypatch.setattr(rounding, "_copy_rest", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(InvalidArgumentError, match="full"):
         quantize_checkpoint(plain, parse_recipe("mxfp4"), tmp_path / "out", progress=nothing)
     monkeypatch.undo()
     shutil.rmtree(plain)
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_has_changed_since_is_not_mixed_in(tmp_path, monkeypat
 def test_a_shard_that_is_damaged_is_named(tmp_path, monkeypatch):
     plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
     monkeypatch.setattr(rounding, "_write_index", lambda _: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(InvalidArgumentError, match="full"):
         quantize_checkpoint(plain, parse_recipe("mxfp4"), tmp_path / "out", progress=nothing)
     monkeypatch.undo()
     shard = tmp_path / "out.partial" / "experts-00001-000.safetensors"
@@ -130,3 +130,37 @@ def test_errors_are_one_line(tmp_path):
     result = invoke("quantize", plain, *out, tmp_path / "empty")
     assert result.exit_code == 0, result.output
     assert "as mxfp4" in result.stdout
+
+
+def test_a_link_to_an_empty_folder_or_to_none_is_followed(tmp_path):
+    plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new"):
+        link = tmp_path / f"to-{name}"
+        link.symlink_to(tmp_path / name)
+        quantize_checkpoint(plain, parse_recipe("nf3"), link, progress=nothing)
+        assert link.is_symlink()
+        assert (tmp_path / name / "config.json").is_file()
+
+
+def test_a_run_that_is_stopped_before_the_rename_goes_on(tmp_path, monkeypatch):
+    plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
+    recipe, out = parse_recipe("nf3"), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(plain, recipe, out, progress=nothing)
+    done = quantize_checkpoint(plain, recipe, out, progress=nothing)
+    assert done.kept == done.matrices
+    assert not list(out.glob("firesteel-*"))
+
+
+def stopped(*_args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path):
+    plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidArgumentError, match=r"^--out: .* cannot be written: "):
+        quantize_checkpoint(plain, parse_recipe("nf3"), tmp_path / "file" / "x", progress=nothing)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -94,15 +95,33 @@ def quantize_checkpoint(
 
     Raises
         InvalidArgumentError: `out` is there already, or what an earlier run left of it is of
-            another checkpoint or recipe; or the checkpoint is quantised.
+            another checkpoint or recipe, or it cannot be written; or the checkpoint is quantised.
         CheckpointError: a tensor cannot be read, or weights are no numbers.
     """
     checkpoint = Checkpoint.open(path)
     contents = scan(checkpoint, recipe)
+    try:
+        return _quantize(checkpoint, contents, recipe, out, progress)
+    except (OSError, SafetensorError) as error:
+        raise InvalidArgumentError(f"--out: {out} cannot be written: {error}") from error
+
+
+def _quantize(
+    checkpoint: Checkpoint,
+    contents: Contents,
+    recipe: Recipe,
+    out: Path,
+    progress: Callable[[int], Callable[[], None]],
+) -> Rounding:
+    # A link cannot be renamed over, and "." has no name.
+    out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidArgumentError(f"--out: got {out}, must be new or an empty folder")
     partial = out.with_name(f"{out.name}.partial")
     _begin(partial, checkpoint, recipe)
+    # Now, for a mount point cannot be removed.
+    if out.exists():
+        out.rmdir()
     shards = _shards(contents)
     step = progress(sum(len(shard.experts) for shard in shards))
     kept = 0
@@ -119,10 +138,9 @@ def quantize_checkpoint(
         _copy_rest(checkpoint, file, replaced, partial / f"model-{number:05d}.safetensors")
     bytes_after = _write_index(partial)
     _write_config(partial, checkpoint, recipe)
-    (partial / _STATE).unlink()
-    if out.exists():
-        out.rmdir()
     partial.rename(out)
+    # Last: a run that is stopped before can go on.
+    (out / _STATE).unlink()
     return Rounding(
         layers=len({shard.layer.layer for shard in shards}),
         matrices=sum(3 * len(shard.experts) for shard in shards),
