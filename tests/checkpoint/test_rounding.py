@@ -109,8 +109,37 @@ def test_a_shard_that_is_damaged_is_named(tmp_path, monkeypatch):
     monkeypatch.undo()
     shard = tmp_path / "out.partial" / "experts-00001-000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="experts-00001-000"):
+    with pytest.raises(CheckpointError, match=r"remove .*experts-00001-000"):
         quantize_checkpoint(plain, parse_recipe("mxfp4"), tmp_path / "out", progress=nothing)
+
+
+def test_two_runs_are_not_at_work_in_one_folder(tmp_path):
+    plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
+    out = tmp_path / "out"
+    second = []
+
+    def meanwhile() -> None:
+        if not second:
+            args = ("quantize", plain, "--recipe", "mxfp4", "--out", out)
+            second.append(invoke(*args))
+
+    quantize_checkpoint(plain, parse_recipe("mxfp4"), out, progress=lambda total: meanwhile)
+    assert_error(second[0], "another run is at work in")
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in out.iterdir())
+    assert load_model(out)
+
+
+def test_a_stop_before_anything_was_said_leaves_no_trace(tmp_path):
+    plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
+    (tmp_path / "out.partial").mkdir()
+    done = quantize_checkpoint(plain, parse_recipe("mxfp4"), tmp_path / "out", progress=nothing)
+    assert done.kept == 0
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial" / "mine").write_text("")
+    with pytest.raises(InvalidArgumentError, match="of another checkpoint or recipe"):
+        quantize_checkpoint(plain, parse_recipe("mxfp4"), tmp_path / "other", progress=nothing)
+    assert (tmp_path / "other.partial" / "mine").exists()
 
 
 def test_errors_are_one_line(tmp_path):

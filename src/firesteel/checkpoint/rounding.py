@@ -7,11 +7,13 @@ not. In the end the folder is renamed.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,15 @@ from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
 from firesteel.checkpoint.sources import RoundedSource
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import TensorHeader
-from firesteel.formats.quantize import Recipe
+from firesteel.formats.quantize import ALL_BUT_EXPERTS, Recipe
 from firesteel.formats.registry import format_named
 
-__all__ = ["IGNORED", "Rounding", "quantize_checkpoint"]
-
-IGNORED = (r"re:^(?!.*\.experts\.).*$",)
-"""What a config says is not quantised: all but experts."""
+__all__ = ["Rounding", "quantize_checkpoint"]
 
 EXPERTS_A_SHARD = 64
 
 _STATE = "firesteel-quantize.json"
+_LOCK = ".firesteel-quantize.lock"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -118,10 +118,23 @@ def _quantize(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidArgumentError(f"--out: got {out}, must be new or an empty folder")
     partial = out.with_name(f"{out.name}.partial")
-    _begin(partial, checkpoint, recipe)
-    # Now, for a mount point cannot be removed.
-    if out.exists():
-        out.rmdir()
+    partial.mkdir(parents=True, exist_ok=True)
+    with _only_run(partial):
+        _begin(partial, checkpoint, recipe)
+        # Now, for a mount point cannot be removed.
+        if out.exists():
+            out.rmdir()
+        return _write(checkpoint, contents, recipe, out, partial, progress)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    contents: Contents,
+    recipe: Recipe,
+    out: Path,
+    partial: Path,
+    progress: Callable[[int], Callable[[], None]],
+) -> Rounding:
     shards = _shards(contents)
     step = progress(sum(len(shard.experts) for shard in shards))
     kept = 0
@@ -141,6 +154,7 @@ def _quantize(
     partial.rename(out)
     # Last: a run that is stopped before can go on.
     (out / _STATE).unlink()
+    (out / _LOCK).unlink()
     return Rounding(
         layers=len({shard.layer.layer for shard in shards}),
         matrices=sum(3 * len(shard.experts) for shard in shards),
@@ -150,16 +164,32 @@ def _quantize(
     )
 
 
+@contextmanager
+def _only_run(partial: Path) -> Generator[None]:
+    """Holds the folder while open; the system lets go of it when a process ends, however it does.
+
+    Raises
+        InvalidArgumentError: another run holds it.
+    """
+    with (partial / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidArgumentError(f"--out: another run is at work in {partial}") from error
+        yield
+
+
 def _begin(partial: Path, checkpoint: Checkpoint, recipe: Recipe) -> None:
-    """Make the folder, or check that an earlier run made it for the same."""
+    """Say what the folder is for, or check that an earlier run said the same."""
     digest = hashlib.sha256((checkpoint.path / "config.json").read_bytes())
     for file in sorted(set(checkpoint.files.values())):
         stat = (checkpoint.path / file).stat()
         digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     state = {"recipe": recipe.name, "checkpoint": digest.hexdigest()}
-    if not partial.exists():
-        partial.mkdir(parents=True)
-        _write_json(partial / _STATE, state)
+    if {path.name for path in partial.iterdir()} <= {_LOCK, f".{_STATE}.tmp"}:
+        temporary = partial / f".{_STATE}.tmp"
+        _write_json(temporary, state)
+        os.replace(temporary, partial / _STATE)
         return
     try:
         known = json.loads((partial / _STATE).read_text(encoding="utf-8"))
@@ -187,7 +217,10 @@ def _is_done(path: Path, shard: _Shard) -> bool:
     """Whether an earlier run wrote the shard, and wrote what is asked for."""
     if not path.exists():
         return False
-    have = read_headers(path)
+    try:
+        have = read_headers(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; remove {path} to make it again") from error
     return all(have.get(name) == header for name, header in shard.headers().items())
 
 
@@ -233,6 +266,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     own = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(own, temporary, metadata={"format": "pt"})
+    # safetensors makes files for their owner alone.
+    os.chmod(temporary, 0o644)
     os.replace(temporary, path)
 
 
@@ -255,7 +290,7 @@ def _write_config(partial: Path, checkpoint: Checkpoint, recipe: Recipe) -> None
     """The config with how experts are stored, and every other file as it is."""
     config: dict[str, Any] = {
         **checkpoint.config,
-        "quantization_config": recipe.config(ignore=IGNORED),
+        "quantization_config": recipe.config(ignore=ALL_BUT_EXPERTS),
     }
     _write_json(partial / "config.json", config)
     for path in sorted(checkpoint.path.iterdir()):

@@ -58,7 +58,10 @@ from firesteel.formats.trellis import Codebook, TrellisCode
 from firesteel.formats.trellis_encode import quantize_trellis
 from firesteel.formats.trellis_matrix import TrellisMatrix, trellis_scheme
 
-__all__ = ["Recipe", "parse_recipe", "quantize_matrix", "round_to_e2m1"]
+__all__ = ["ALL_BUT_EXPERTS", "Recipe", "parse_recipe", "quantize_matrix", "round_to_e2m1"]
+
+ALL_BUT_EXPERTS = (r"re:^(?!.*\.experts\.).*$",)
+"""What a config says is not quantised where experts alone are."""
 
 _INT_RECIPE = re.compile(r"int(?P<bits>\d+)-(?:g(?P<group>\d+)|channel)(?P<asym>-asym)?")
 _EXL3_RECIPE = re.compile(r"exl3-(?P<bits>[1-7]\.[05]|8\.0)-(?P<codebook>mcg|mul1|3inst)")
@@ -187,7 +190,7 @@ def parse_recipe(text: str) -> Recipe:
 def quantize_matrix(weight: Tensor, recipe: Recipe) -> tuple[Scheme, Matrix]:
     """The nearest codes of `weight`, floating point `[n, k]`, under `recipe`.
 
-    EXL3 takes about a minute for 3 million weights (`trellis_encode`).
+    EXL3 takes some minutes for 3 million weights (`trellis_encode`).
 
     Raises
         InvalidArgumentError: not a matrix of finite floating-point numbers, a shape that the recipe

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from firesteel.checkpoint.families import PROJECTIONS
 from firesteel.checkpoint.layers import ExpertLayer
-from firesteel.checkpoint.rounding import IGNORED
 from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source
+from firesteel.formats.quantize import ALL_BUT_EXPERTS
 from firesteel.formats.registry import format_named
 from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.transformers.plan import LoadPlan
@@ -32,7 +32,7 @@ def saved_config(plan: LoadPlan) -> dict[str, Any] | None:
     if not sources:
         return None
     assert isinstance(sources[0], RoundedSource)
-    return sources[0].recipe.config(ignore=IGNORED)
+    return sources[0].recipe.config(ignore=ALL_BUT_EXPERTS)
 
 
 def stored_tensors(model: Any, plan: LoadPlan) -> dict[str, Tensor]:
