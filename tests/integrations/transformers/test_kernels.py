@@ -90,7 +90,10 @@ def _packed(model: Any) -> PackedExperts:
     made = PackedExperts(
         model.config,
         Geometry(1, loaded.num_experts, loaded.hidden_dim, loaded.intermediate_dim),
-        (loaded.gate_up.scheme, loaded.down.scheme),
+        (
+            [loaded.gate_up.scheme] * 2 * loaded.num_experts,
+            [loaded.down.scheme] * loaded.num_experts,
+        ),
         loaded.activation,
         torch.float32,
     )
