@@ -12,6 +12,7 @@ BIN := .venv/bin
 VENV := .venv/.installed
 OLDEST_HOST := 5.16.0
 HOST := .hosts/$(OLDEST_HOST)
+GATE_UP := tests/moe/test_gate_up.py
 LITTLE_MOE := examples/little_moe/int4-g128
 CODE := src tests tools examples setup.py $(wildcard bench)
 NATIVE := setup.py $(wildcard src/firesteel/launch/*.c src/firesteel/launch/*.h)
@@ -20,7 +21,8 @@ NATIVE := setup.py $(wildcard src/firesteel/launch/*.c src/firesteel/launch/*.h)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-host test-kernels lint test-gpu bench clean
+.PHONY: help demo test test-default test-compile test-interpret-gate-up test-interpret test-host lint \
+	test-gpu bench clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -46,19 +48,27 @@ demo: $(VENV)
 	$(BIN)/firesteel generate $(LITTLE_MOE) --prompt "    def __repr__(self):" \
 		--temperature 0.5 --seed 1
 
-# Tests marked interpret and compile set up Triton for a whole process, so each gets its own.
+# Tests marked interpret and compile set up Triton for a whole process, so each gets its own. Two at
+# a time, the long ones first, so that both cores are busy to the end.
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(VENV) $(HOST)/.installed
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-host test-kernels
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-default test-compile \
+		test-interpret-gate-up test-interpret test-host
 
-# Each keeps one core busy, for about as long.
-test-host:
+test-default:
 	$(BIN)/pytest
-	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
 
-test-kernels:
-	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe
+test-compile:
 	$(BIN)/pytest -m compile
+
+test-interpret-gate-up:
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret $(GATE_UP)
+
+test-interpret:
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe --ignore $(GATE_UP)
+
+test-host:
+	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
 
 lint: $(VENV)
 	$(BIN)/ruff format --check $(CODE)
