@@ -191,5 +191,5 @@ def stopped(*_args: object) -> None:
 def test_what_cannot_be_written_is_one_line(tmp_path):
     plain = write(tmp_path / "in", "qwen3_moe", PLAIN).path
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidArgumentError, match=r"^--out: .* cannot be written: "):
+    with pytest.raises(InvalidArgumentError, match=r"^out: .* cannot be written from "):
         quantize_checkpoint(plain, parse_recipe("nf3"), tmp_path / "file" / "x", progress=nothing)

@@ -21,6 +21,7 @@ __all__ = [
     "PROJECTIONS",
     "Family",
     "Geometry",
+    "expert_name",
     "family_of",
     "module_path",
 ]
@@ -134,6 +135,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"model_type: got {model_type!r}, supported families are {', '.join(FAMILIES)}"
         )
     return family
+
+
+def expert_name(prefix: str, expert: int, part: int) -> str:
+    """The usual name of one projection of one expert: 0 gate, 1 up, 2 down."""
+    return f"{prefix}.{expert}.{PROJECTIONS[part]}"
 
 
 def module_path(name: str) -> str:

@@ -22,9 +22,9 @@ from torch import Tensor
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import TensorHeader
 
-__all__ = ["PICKLES", "Checkpoint", "Reader", "read_headers", "resolve"]
+__all__ = ["INDEX", "PICKLES", "Checkpoint", "Reader", "read_headers", "resolve"]
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -225,7 +225,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     # A folder may hold both; hosts read the single file then.
     if (path / _SINGLE).is_file():
         return None
-    index = path / _INDEX
+    index = path / INDEX
     if not index.exists():
         pickles = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
         if pickles:
@@ -233,25 +233,25 @@ def _weight_map(path: Path) -> dict[str, str] | None:
                 f"checkpoint: {path} holds pickled weights ({', '.join(pickles[:3])}), which can "
                 "run code when read; only safetensors are read: convert it first"
             )
-        raise CheckpointError(f"checkpoint: neither {_INDEX} nor {_SINGLE} in {path}")
+        raise CheckpointError(f"checkpoint: neither {INDEX} nor {_SINGLE} in {path}")
     content = _read_json(index)
     # Hosts add to it.
     if not isinstance(content.get("metadata", {}), dict):
-        raise CheckpointError(f"{_INDEX}: metadata is {content['metadata']!r}, must be an object")
+        raise CheckpointError(f"{INDEX}: metadata is {content['metadata']!r}, must be an object")
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{_INDEX}: weight_map is missing, empty or not an object")
+        raise CheckpointError(f"{INDEX}: weight_map is missing, empty or not an object")
     entries = cast(dict[str, Any], weight_map)
     for name, shard in entries.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{_INDEX}: {name} is in {shard!r}, must be a .safetensors file of the checkpoint"
+                f"{INDEX}: {name} is in {shard!r}, must be a .safetensors file of the checkpoint"
             )
         if Path(shard).name != shard:
-            raise CheckpointError(f"{_INDEX}: {name} is in {shard!r}, must be a plain file name")
+            raise CheckpointError(f"{INDEX}: {name} is in {shard!r}, must be a plain file name")
     missing = sorted(shard for shard in set(entries.values()) if not (path / shard).is_file())
     if missing:
-        raise CheckpointError(f"{_INDEX}: names {missing[0]}, which is not in {path}")
+        raise CheckpointError(f"{INDEX}: names {missing[0]}, which is not in {path}")
     return cast(dict[str, str], entries)
 
 
@@ -259,11 +259,11 @@ def _check_index(weight_map: Mapping[str, str], files: Mapping[str, str]) -> Non
     for name, shard in weight_map.items():
         if files.get(name) != shard:
             raise CheckpointError(
-                f"{_INDEX}: says that {name} is in {shard}; it is in {files.get(name, 'no file')}"
+                f"{INDEX}: says that {name} is in {shard}; it is in {files.get(name, 'no file')}"
             )
     extra = sorted(set(files) - set(weight_map))
     if extra:
-        raise CheckpointError(f"{_INDEX}: does not name {extra[0]}, which is in {files[extra[0]]}")
+        raise CheckpointError(f"{INDEX}: does not name {extra[0]}, which is in {files[extra[0]]}")
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from firesteel.checkpoint.families import PROJECTIONS
-from firesteel.checkpoint.files import PICKLES, Checkpoint, Reader, read_headers
+from firesteel.checkpoint.families import expert_name
+from firesteel.checkpoint.files import INDEX, PICKLES, Checkpoint, Reader, read_headers
 from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
 from firesteel.checkpoint.sources import RoundedSource
 from firesteel.errors import CheckpointError, InvalidArgumentError
@@ -37,7 +37,6 @@ EXPERTS_A_SHARD = 64
 
 _STATE = "firesteel-quantize.json"
 _LOCK = ".firesteel-quantize.lock"
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def quantize_checkpoint(
     try:
         return _quantize(checkpoint, contents, recipe, out, progress)
     except (OSError, SafetensorError) as error:
-        raise InvalidArgumentError(f"--out: {out} cannot be written: {error}") from error
+        raise InvalidArgumentError(f"out: {out} cannot be written from {path}: {error}") from error
 
 
 def _quantize(
@@ -116,7 +115,7 @@ def _quantize(
     # A link cannot be renamed over, and "." has no name.
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidArgumentError(f"--out: got {out}, must be new or an empty folder")
+        raise InvalidArgumentError(f"out: got {out}, must be new or an empty folder")
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with _only_run(partial):
@@ -175,7 +174,7 @@ def _only_run(partial: Path) -> Generator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidArgumentError(f"--out: another run is at work in {partial}") from error
+            raise InvalidArgumentError(f"out: another run is at work in {partial}") from error
         yield
 
 
@@ -197,7 +196,7 @@ def _begin(partial: Path, checkpoint: Checkpoint, recipe: Recipe) -> None:
         known = None
     if known != state:
         raise InvalidArgumentError(
-            f"--out: {partial} is there, of another checkpoint or recipe: remove it, or name "
+            f"out: {partial} is there, of another checkpoint or recipe: remove it, or name "
             "another folder"
         )
 
@@ -238,8 +237,8 @@ def _round(shard: _Shard, reader: Reader, step: Callable[[], None]) -> dict[str,
             # One of its own is copied with all else.
             if bias.index is not None:
                 tensor = reader.tensor(bias.tensor, bias.index)[bias.rows]
-                name = f"{shard.layer.prefix}.{expert}.{PROJECTIONS[part]}.bias"
-                tensors[name] = tensor.clone()
+                name = expert_name(shard.layer.prefix, expert, part)
+                tensors[f"{name}.bias"] = tensor.clone()
     return tensors
 
 
@@ -282,7 +281,7 @@ def _write_index(partial: Path) -> int:
             weight_map[name] = path.name
             total += header.num_bytes
     metadata = {"total_size": total}
-    _write_json(partial / _INDEX, {"metadata": metadata, "weight_map": weight_map})
+    _write_json(partial / INDEX, {"metadata": metadata, "weight_map": weight_map})
     return total
 
 
@@ -295,7 +294,7 @@ def _write_config(partial: Path, checkpoint: Checkpoint, recipe: Recipe) -> None
     _write_json(partial / "config.json", config)
     for path in sorted(checkpoint.path.iterdir()):
         is_weights = path.suffix == ".safetensors" or any(map(path.match, PICKLES))
-        if path.is_file() and not is_weights and path.name not in ("config.json", _INDEX):
+        if path.is_file() and not is_weights and path.name not in ("config.json", INDEX):
             shutil.copyfile(path, partial / path.name)
 
 

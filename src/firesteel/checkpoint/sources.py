@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from firesteel.checkpoint.families import PROJECTIONS
+from firesteel.checkpoint.families import expert_name
 from firesteel.checkpoint.files import Reader
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import Matrix, Scheme
@@ -105,7 +105,7 @@ class RoundedSource:
         """The name of the layer once it is stored: its own, or of a shared tensor one an expert."""
         if self.plain.index is None:
             return self.plain.tensor.removesuffix(".weight")
-        return f"{prefix}.{expert}.{PROJECTIONS[part]}"
+        return expert_name(prefix, expert, part)
 
     def read(self, reader: Reader) -> Matrix:
         """Read and round to the recipe's nearest codes.

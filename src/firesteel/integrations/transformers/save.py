@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firesteel.checkpoint.families import PROJECTIONS
+from firesteel.checkpoint.families import expert_name
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source
 from firesteel.formats.quantize import ALL_BUT_EXPERTS
@@ -117,7 +117,7 @@ def _bias_tensors(module: PackedExperts, layer: ExpertLayer) -> dict[str, Tensor
             own = bias[expert, rows * (part % 2) : rows * (part % 2 + 1)]
             if isinstance(layer.sources[part][expert], RoundedSource) and source.index is not None:
                 # The weight gets tensors of its own, so its bias stands beside them.
-                tensors[f"{layer.prefix}.{expert}.{PROJECTIONS[part]}.bias"] = own.clone()
+                tensors[f"{expert_name(layer.prefix, expert, part)}.bias"] = own.clone()
             elif source.index is None:
                 tensors[source.tensor] = own.clone()
             else:
