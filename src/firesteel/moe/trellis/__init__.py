@@ -1,0 +1,1 @@
+"""EXL3 on a GPU: MoE layers and linears whose weights are trellises."""
