@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Group
@@ -22,16 +22,30 @@ from firesteel.cli.console import format_bytes, print_json, stderr, stdout, tabl
 from firesteel.cli.keys import key_cells, spans
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
+from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch import Plan, plan
 from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import FP4_FORMATS, GROUP_SIZES, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
+from firesteel.moe.trellis.spec import TrellisMoeSpec, trellis_geometry
+from firesteel.moe.trellis.supports import trellis_moe_spec_of, united
 from firesteel.moe.tuning import TileTable
 from firesteel.moe.tuning_file import default_table, find_table
 from firesteel.settings import Settings
 
-__all__ = ["PlanChoice", "make_plans", "make_specs", "run", "shape_choice"]
+__all__ = [
+    "LayerSpec",
+    "PlanChoice",
+    "make_plans",
+    "make_specs",
+    "make_table_specs",
+    "run",
+    "shape_choice",
+]
+
+LayerSpec = MoeSpec | TrellisMoeSpec
+"""What can be planned of a layer of experts."""
 
 _SHAPE = re.compile(r"(?P<model>.*?)(?:-tp(?P<tp>\d+))?", re.DOTALL)
 _IDS = {"int32": "i32", "int64": "i64"}
@@ -86,7 +100,7 @@ def run(choice: PlanChoice, *, as_json: bool) -> None:
         stdout().print(_tables(made, seconds))
 
 
-def make_plans(choice: PlanChoice, specs: Sequence[MoeSpec]) -> tuple[Plan, ...]:
+def make_plans(choice: PlanChoice, specs: Sequence[LayerSpec]) -> tuple[Plan, ...]:
     """A plan of each spec.
 
     Raises
@@ -106,7 +120,7 @@ def make_plans(choice: PlanChoice, specs: Sequence[MoeSpec]) -> tuple[Plan, ...]
     return tuple(plan(spec, max_tokens, flags=flags) for spec in specs)
 
 
-def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[MoeSpec, ...]:
+def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[LayerSpec, ...]:
     """The layer that is meant, or each kind of layer of the checkpoint.
 
     Args:
@@ -130,12 +144,36 @@ def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[MoeS
         assert choice.checkpoint is not None
         specs = tuple(spec.shard(choice.tp) for spec in _stored(choice.checkpoint, choice.recipe))
     changes = {"batch_invariant": choice.batch_invariant, "table": table or default_table()}
-    return tuple(replace(spec, **changes) for spec in specs)
+    return tuple(
+        replace(spec, **changes)
+        if isinstance(spec, MoeSpec)
+        else replace(spec, batch_invariant=choice.batch_invariant)
+        for spec in specs
+    )
 
 
-def _named(model: str, choice: PlanChoice) -> MoeSpec:
+def make_table_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[MoeSpec, ...]:
+    """As `make_specs`, of layers whose tiles come from a table.
+
+    Raises
+        UnsupportedError: the kernels of a layer are not cut by a table.
+    """
+    found: list[MoeSpec] = []
+    for spec in make_specs(choice, table):
+        if not isinstance(spec, MoeSpec):
+            raise UnsupportedError(
+                f"recipe: {spec.title}, must be of integers, FP4 or NF3: no table "
+                "of tiles cuts EXL3's kernels"
+            )
+        found.append(spec)
+    return tuple(found)
+
+
+def _named(model: str, choice: PlanChoice) -> LayerSpec:
     name = choice.recipe or _DEFAULT_RECIPE
     recipe = parse_recipe(name)
+    if recipe.code is not None:
+        return trellis_geometry(model, recipe.code, tensor_parallel=choice.tp)
     if name in FP4_FORMATS:
         return geometry(model, tensor_parallel=choice.tp, element=name)
     if recipe.element != "int4" or recipe.group_size not in GROUP_SIZES:
@@ -167,18 +205,23 @@ def _is_supported(sized: Callable[[int], MoeSpec], group_size: int) -> bool:
     return True
 
 
-def _stored(folder: Path, recipe: str | None) -> tuple[MoeSpec, ...]:
+def _stored(folder: Path, recipe: str | None) -> tuple[LayerSpec, ...]:
     """Each kind of layer of a checkpoint that has kernels; stderr says which layers have none."""
     contents = scan(Checkpoint.open(folder), None if recipe is None else parse_recipe(recipe))
-    specs: dict[MoeSpec, list[int]] = {}
+    found: dict[int, LayerSpec] = {}
     refused: dict[str, list[int]] = {}
     for layer in contents.experts:
         if layer.layer >= contents.geometry.num_layers:
             continue
         try:
-            specs.setdefault(_layer_spec(contents, layer), []).append(layer.layer)
+            found[layer.layer] = _layer_spec(contents, layer)
         except UnsupportedError as error:
             refused.setdefault(str(error), []).append(layer.layer)
+    same = united([spec for spec in found.values() if isinstance(spec, TrellisMoeSpec)])
+    specs: dict[LayerSpec, list[int]] = {}
+    for number, spec in found.items():
+        one = same[spec] if isinstance(spec, TrellisMoeSpec) else spec
+        specs.setdefault(one, []).append(number)
     notes = [f"{_numbered(layers)}: {reason}" for reason, layers in refused.items()]
     if not specs:
         raise UnsupportedError("; ".join(notes))
@@ -189,24 +232,26 @@ def _stored(folder: Path, recipe: str | None) -> tuple[MoeSpec, ...]:
     return tuple(specs)
 
 
-def _layer_spec(contents: Contents, layer: ExpertLayer) -> MoeSpec:
+def _layer_spec(contents: Contents, layer: ExpertLayer) -> LayerSpec:
     if not layer.is_packed:
         raise UnsupportedError(
             f"no kernel for these experts: they are stored plain; --recipe plans them as if "
             f"quantised on load, {RECIPES}"
         )
     sizes, config = contents.geometry, contents.checkpoint.config
-    return moe_spec_of(
-        layer.scheme(0),
-        layer.scheme(2),
-        num_experts=sizes.num_experts,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        top_k=_top_k(config),
-        activation=_activation(contents.family, config),
-        dtype=_dtype(config),
-        has_bias=contents.family.has_bias,
-    )
+    given: dict[str, Any] = {
+        "num_experts": sizes.num_experts,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "top_k": _top_k(config),
+        "activation": _activation(contents.family, config),
+        "dtype": _dtype(config),
+        "has_bias": contents.family.has_bias,
+    }
+    if isinstance(layer.scheme(0), TrellisScheme):
+        w13, w2 = (cast(Sequence[TrellisScheme], layer.schemes(*each)) for each in ((0, 1), (2,)))
+        return trellis_moe_spec_of(w13, w2, **given)
+    return moe_spec_of(layer.scheme(0), layer.scheme(2), **given)
 
 
 def _top_k(config: Mapping[str, Any]) -> int:

@@ -14,11 +14,12 @@ from firesteel.launch.building import build
 from firesteel.launch.kernel import Kernel, Launch, Stride
 from firesteel.launch.key import LaunchKey
 from firesteel.launch.ready import Ready, prewarm
-from firesteel.launch.spec import NUM_TOKENS, Flags, Operand, Region, Spec
+from firesteel.launch.spec import ANY_SIZE, NUM_TOKENS, Flags, Operand, Region, Spec
 from firesteel.launch.table import Plan, plan
 from firesteel.launch.workspace import Arena
 
 __all__ = [
+    "ANY_SIZE",
     "NUM_TOKENS",
     "Arena",
     "Bound",

@@ -111,7 +111,8 @@ def check_operand(
     name = operand.name
     if not isinstance(tensor, Tensor):
         raise InvalidArgumentError(f"{name}: got {type(tensor).__name__}, must be a tensor")
-    shape = operand.shape_for(0 if num_tokens is None else num_tokens)
+    is_known = not operand.is_any_size
+    shape = operand.shape_for(num_tokens or 0) if is_known else (tensor.numel(),)
     if tensor.dtype is not DTYPES[operand.dtype]:
         raise InvalidArgumentError(f"{name}: got {tensor.dtype}, must be {DTYPES[operand.dtype]}")
     if num_tokens is None or tuple(tensor.shape) != shape:

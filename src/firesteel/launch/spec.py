@@ -12,10 +12,13 @@ from firesteel.errors import InvalidArgumentError
 from firesteel.launch.kernel import Launch
 from firesteel.launch.key import DTYPES
 
-__all__ = ["NUM_TOKENS", "Flags", "Operand", "Region", "Spec", "all_flags"]
+__all__ = ["ANY_SIZE", "NUM_TOKENS", "Flags", "Operand", "Region", "Spec", "all_flags"]
 
 NUM_TOKENS = "M"
 """In an operand's shape: the token count of the call."""
+
+ANY_SIZE = "any"
+"""The whole shape of an operand that is given once: as many elements as there are."""
 
 Flags = tuple[tuple[str, str], ...]
 """What callers vary besides the token count, as sorted (name, value) pairs."""
@@ -29,7 +32,7 @@ class Operand:
         name        as launches name it
         dtype       key of `DTYPES`
         shape       with `NUM_TOKENS` in front where each call passes another tensor; one without
-                    it is given once, to `bind`
+                    it is given once, to `bind`, and may be `ANY_SIZE` alone
         has_stride  rows may lie further apart than they are long (a `Stride` argument says how far)
         is_aligned  whether it must start at a multiple of 16 bytes
         is_written  whether a launch writes it; no other operand of the call may overlap its memory,
@@ -51,11 +54,14 @@ class Operand:
             raise InvalidArgumentError(
                 f"operand {self.name}: dtype {self.dtype!r}, must be one of {', '.join(DTYPES)}"
             )
+        if self.is_any_size:
+            return
         if NUM_TOKENS in self.shape[1:] or not all(
             size == NUM_TOKENS or (isinstance(size, int) and size >= 0) for size in self.shape
         ):
             raise InvalidArgumentError(
-                f"operand {self.name}: shape {self.shape}, must be sizes, {NUM_TOKENS!r} only first"
+                f"operand {self.name}: shape {self.shape}, must be sizes, {NUM_TOKENS!r} only "
+                f"first, or {ANY_SIZE!r} alone"
             )
         row = math.prod(int(size) for size in self.shape[1:])
         if self.row_unit < 1 or row % self.row_unit:
@@ -67,6 +73,11 @@ class Operand:
     def is_per_call(self) -> bool:
         """Whether each call passes another tensor."""
         return bool(self.shape) and self.shape[0] == NUM_TOKENS
+
+    @property
+    def is_any_size(self) -> bool:
+        """Whether it may have any number of elements: a list that another operand points into."""
+        return self.shape == (ANY_SIZE,)
 
     def shape_for(self, num_tokens: int) -> tuple[int, ...]:
         """The shape in a call with so many tokens."""

@@ -27,6 +27,7 @@ from firesteel.moe.products import (
     PRODUCT_KERNELS,
     STREAM_ROWS,
     TABLES,
+    Routed,
     activate,
     down,
     gate_up,
@@ -41,15 +42,19 @@ if TYPE_CHECKING:
     from firesteel.moe.tuning import Tile
 
 __all__ = [
+    "CHUNK_R",
     "KERNELS",
+    "MAX_HISTOGRAM",
     "has_wgmma",
     "hopper_tile",
     "is_direct",
     "num_blocks",
+    "route",
     "select",
     "tile_of",
     "workspace",
 ]
+
 
 COUNT = Kernel(count_kernel)
 PLACE = Kernel(place_kernel)
@@ -122,7 +127,7 @@ def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:
     return -(-slots // rows)
 
 
-def is_direct(spec: MoeSpec, num_routes: int) -> bool:
+def is_direct(spec: Routed, num_routes: int) -> bool:
     """Whether routes are so few that most experts have one at most."""
     return not spec.batch_invariant and num_routes <= max(spec.top_k, spec.num_experts // 8)
 
@@ -166,7 +171,7 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
         tile = tile_of(spec, routes)
         tiles = num_blocks(routes, spec.num_experts, tile.rows)
         return (
-            *_route(spec, ids, routes, tile.rows),
+            *route(spec, ids, routes, tile.rows),
             gate_up(spec, None, tile, routes, tiles),
             down(spec, None, tile, routes, tiles),
             _combine(spec, ids, num_tokens),
@@ -180,7 +185,7 @@ def select(spec: MoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
     )
 
 
-def _route(spec: MoeSpec, ids: str, routes: int, rows: int) -> tuple[Launch, ...]:
+def route(spec: Routed, ids: str, routes: int, rows: int) -> tuple[Launch, ...]:
     """Sort routes by expert and lay out tiles."""
     types: dict[str, str | None] = {"topk_ids_ptr": f"*{ids}", **map_type(spec), "R": "i64"}
     arguments: dict[str, Argument] = {"topk_ids_ptr": "topk_ids", "R": routes, **map_argument(spec)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from firesteel.launch.binary import has_gluon
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
@@ -25,6 +25,7 @@ __all__ = [
     "PRODUCT_KERNELS",
     "STREAM_ROWS",
     "TABLES",
+    "Routed",
     "activate",
     "down",
     "gate_up",
@@ -32,6 +33,21 @@ __all__ = [
     "map_type",
     "split_k",
 ]
+
+
+class Routed(Protocol):
+    """What routing reads of a layer's spec."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def num_global_experts(self) -> int | None: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+    @property
+    def pdl(self) -> bool: ...
 
 
 class Product(NamedTuple):
@@ -272,12 +288,12 @@ def _ungated(spec: MoeSpec) -> dict[str, Constexpr]:
     return {"ACTIVATION": name, "LIMIT": None, "ALPHA": None, "BETA": None}
 
 
-def map_type(spec: MoeSpec) -> dict[str, str | None]:
+def map_type(spec: Routed) -> dict[str, str | None]:
     """The type of the map of experts, which some layers have."""
     return {"expert_map_ptr": None if spec.num_global_experts is None else "*i32"}
 
 
-def map_argument(spec: MoeSpec) -> dict[str, Argument]:
+def map_argument(spec: Routed) -> dict[str, Argument]:
     """And its tensor."""
     return {} if spec.num_global_experts is None else {"expert_map_ptr": "expert_map"}
 

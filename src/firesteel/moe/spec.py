@@ -14,7 +14,18 @@ from firesteel.moe.activation import Activation
 from firesteel.moe.tuning import LayerTiles, TileTable, layer_tiles, recipe_name
 from firesteel.moe.tuning_file import default_table
 
-__all__ = ["GEOMETRIES", "ID_DTYPES", "MoeSpec", "StoredWeights", "check_weights", "geometry"]
+__all__ = [
+    "GEOMETRIES",
+    "ID_DTYPES",
+    "MAX_EXPERTS",
+    "ROW_UNIT",
+    "WITH_BIAS",
+    "MoeSpec",
+    "StoredWeights",
+    "check_size",
+    "check_weights",
+    "geometry",
+]
 
 ID_DTYPES = ("i32", "i64")
 GROUP_SIZES = (32, 64, 128)
@@ -122,9 +133,9 @@ class MoeSpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         if self.num_global_experts is not None:
-            _check_size("num_global_experts", self.num_global_experts)
+            check_size("num_global_experts", self.num_global_experts)
         ids = self.num_global_experts or self.num_experts
         if self.top_k > ids:
             raise InvalidArgumentError(f"top_k: got {self.top_k}, must be at most {ids} experts")
@@ -207,7 +218,7 @@ class MoeSpec:
             InvalidArgumentError: the intermediate size, or a scale group of it, cannot be split so.
         """
         n = self.intermediate_size
-        _check_size("tensor_parallel", tensor_parallel)
+        check_size("tensor_parallel", tensor_parallel)
         if n % tensor_parallel:
             raise InvalidArgumentError(
                 f"tensor_parallel: got {tensor_parallel}, must divide intermediate_size {n}"
@@ -314,7 +325,7 @@ def _kind(stored: StoredWeights, dtype: str) -> str:
     return "-".join(words)
 
 
-def _check_size(name: str, value: object) -> None:
+def check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
         raise InvalidArgumentError(f"{name}: got {value!r}, must be a positive integer")
 
@@ -399,7 +410,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 """Fields of `MoeSpec` by model, from each model's config.json."""
 
-_WITH_BIAS = ("gpt-oss-120b",)
+WITH_BIAS = ("gpt-oss-120b",)
 
 
 @lru_cache(maxsize=64)
@@ -422,7 +433,7 @@ def geometry(
     """
     if name not in GEOMETRIES:
         raise InvalidArgumentError(f"model: got {name!r}, must be one of {', '.join(GEOMETRIES)}")
-    has_bias = name in _WITH_BIAS
+    has_bias = name in WITH_BIAS
     if element in FP4_FORMATS:
         stored = StoredWeights.fp4(element, has_bias=has_bias)
     else:

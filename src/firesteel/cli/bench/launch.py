@@ -23,7 +23,7 @@ from firesteel.cli.bench.moe_inputs import Call, random_call, random_weights
 from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import BATCHES, graph_us, host_ns
 from firesteel.cli.console import stdout, table
-from firesteel.cli.planning import PlanChoice, make_plans, make_specs
+from firesteel.cli.planning import PlanChoice, make_plans, make_table_specs
 from firesteel.device import (
     checked_device,
     default_device,
@@ -69,7 +69,7 @@ def run(request: LaunchRequest, *, as_json: bool, out: Path | None) -> None:
         FiresteelError: a check failed that makes the numbers worthless.
     """
     device = default_device() if request.device is None else checked_device(request.device)
-    spec = make_specs(request.choice, table_of_device(device))[0]
+    spec = make_table_specs(request.choice, table_of_device(device))[0]
     if device.type == "cuda":
         spec = spec.for_target(device_target(device))
     with writer(out, as_json=as_json) as write, progress() as say:

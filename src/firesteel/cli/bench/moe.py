@@ -28,7 +28,7 @@ from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.options import check_counts
-from firesteel.cli.planning import make_specs, shape_choice
+from firesteel.cli.planning import LayerSpec, make_specs, shape_choice
 from firesteel.device import checked_device, default_device, device_target
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
@@ -100,7 +100,7 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
                 "bench": "moe",
                 "shape": request.shape,
                 "recipe": request.recipe,
-                "table": spec.table.name,
+                "table": spec.table.name if isinstance(spec, MoeSpec) else None,
                 "batch_invariant": request.batch_invariant,
                 "routing": request.routing,
                 **_measure(request, spec, layer, weights, num_tokens, dense),
@@ -116,7 +116,7 @@ def run(request: MoeRequest, *, as_json: bool, out: Path | None) -> None:
 
 def _measure(
     request: MoeRequest,
-    spec: MoeSpec,
+    spec: LayerSpec,
     layer: MoeLayer,
     weights: dict[str, Tensor],
     num_tokens: int,
@@ -153,7 +153,7 @@ def _measure(
     return row
 
 
-def floor_us(spec: MoeSpec, num_tokens: int, experts_hit: float) -> float:
+def floor_us(spec: LayerSpec, num_tokens: int, experts_hit: float) -> float:
     """Microseconds in which no version can run: bytes over bandwidth, or operations over rate."""
     total = 0.0
     for stored, rows, k in (
@@ -165,7 +165,7 @@ def floor_us(spec: MoeSpec, num_tokens: int, experts_hit: float) -> float:
     return max(total / BANDWIDTH, _operations(spec, num_tokens) / MATRIX_RATE) * 1e6
 
 
-def _operations(spec: MoeSpec, num_tokens: int) -> float:
+def _operations(spec: LayerSpec, num_tokens: int) -> float:
     sizes = spec.hidden_size * spec.intermediate_size
     return 2.0 * num_tokens * spec.top_k * sizes * (spec.num_parts + 1)
 

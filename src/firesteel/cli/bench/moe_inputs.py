@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from firesteel.formats.trellis_weights import MATRIX_UNIT
 from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 
 __all__ = ["Call", "random_call", "random_weights", "routings_of"]
 
@@ -35,12 +37,16 @@ class Call:
         return (x, ids, weights, out)
 
 
-def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+def random_weights(
+    spec: MoeSpec | TrellisMoeSpec, device: torch.device, seed: int = 0
+) -> dict[str, Tensor]:
     """A tensor for each operand that a layer keeps: uniform codes, scales of a trained spread.
 
     A group of FP4 has a scale of 2**-9 to 2**-7, or one of 1 to 2 times the matrix's 2**-8.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    if isinstance(spec, TrellisMoeSpec):
+        return _random_trellises(spec, device, generator)
     found: dict[str, Tensor] = {}
     for operand in spec.operands((("ids", "i32"),)):
         if operand.is_per_call:
@@ -70,13 +76,53 @@ def random_weights(spec: MoeSpec, device: torch.device, seed: int = 0) -> dict[s
     return found
 
 
+def _random_trellises(
+    spec: TrellisMoeSpec, device: torch.device, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Uniform words, matrices of all rates in turn, and scales that give weights of 0.02."""
+    found: dict[str, Tensor] = {}
+    for operand in spec.operands((("ids", "i32"),)):
+        if operand.is_per_call or operand.is_any_size:
+            continue
+        shape, dtype = operand.shape_for(0), DTYPES[operand.dtype]
+        if operand.name.endswith(".matrices"):
+            stored = spec.w13 if operand.name.startswith("w13") else spec.w2
+            table, units = _random_table(stored, shape, spec)
+            words = torch.empty(units * MATRIX_UNIT // 4, dtype=torch.int32, device=device)
+            words.random_(-(1 << 31), 1 << 31, generator=generator)
+            found[f"{operand.name.split('.')[0]}.words"] = words
+            tensor = table.to(device)
+        elif operand.name == "expert_map":
+            tensor = torch.arange(shape[0], dtype=dtype, device=device) % spec.num_experts
+        else:
+            size = 0.016 if operand.name.endswith(".svh") else 1.0
+            size = 0.005 if operand.name.endswith(".bias") else size
+            spread = torch.rand(shape, generator=generator, device=device) + 0.5
+            signs = torch.randint(0, 2, shape, generator=generator, device=device) * 2 - 1
+            tensor = (spread * signs * size).to(dtype)
+        found[operand.name] = tensor
+    return found
+
+
+def _random_table(
+    stored: StoredTrellis, shape: tuple[int, ...], spec: TrellisMoeSpec
+) -> tuple[Tensor, int]:
+    """Where matrices of all rates in turn begin, and the units that they take."""
+    units = spec.padded_hidden // 128 * (spec.padded_intermediate // 128)
+    count = shape[0] * shape[1]
+    bits = torch.tensor([stored.rates[at % len(stored.rates)] for at in range(count)])
+    ends = (bits * units).cumsum(0)
+    table = torch.stack((ends - bits * units, bits), dim=-1)
+    return table.to(torch.int32).view(shape), int(ends[-1])
+
+
 def routings_of(num_tokens: int) -> int:
     """Calls to rotate, so many that what one reads is out of the cache when it comes again."""
     return 16 if num_tokens <= 8 else 8 if num_tokens <= 256 else 4
 
 
 def random_call(
-    spec: MoeSpec,
+    spec: MoeSpec | TrellisMoeSpec,
     num_tokens: int,
     device: torch.device,
     *,

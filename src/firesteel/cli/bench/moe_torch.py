@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,8 +10,12 @@ from torch import Tensor
 from firesteel.cli.bench.moe_inputs import Call
 from firesteel.formats.base import E2M1
 from firesteel.formats.expand import e2m1_codes
+from firesteel.formats.trellis import Codebook, TrellisCode, decode_tiles, hadamard128
+from firesteel.formats.trellis_matrix import trellis_scheme
+from firesteel.formats.trellis_weights import MATRIX_UNIT, tiles_of_words
 from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.trellis.spec import TrellisMoeSpec
 
 __all__ = [
     "MAX_ERROR",
@@ -28,8 +32,13 @@ MAX_ERROR = 0.02
 _CHECKED_TOKENS = 4
 
 
-def _expand(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
+LayerSpec = MoeSpec | TrellisMoeSpec
+
+
+def _expand(spec: LayerSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
     """One expert's matrix `[P * n, k]` in float64, from the tensors that kernels read."""
+    if isinstance(spec, TrellisMoeSpec):
+        return _expand_trellis(spec, weights, name, expert)
     stored = getattr(spec, name)
     words = weights[f"{name}.codes"][expert]
     # [P, T, B, 64, 32] words to [P, T, B, 64, 4, 32] codes.
@@ -55,6 +64,24 @@ def _expand(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -
     return (numbers - zero) * scales.repeat_interleave(stored.group_size, dim=1)
 
 
+def _expand_trellis(
+    spec: TrellisMoeSpec, weights: dict[str, Tensor], name: str, expert: int
+) -> Tensor:
+    stored = spec.w13 if name == "w13" else spec.w2
+    n, k = spec.intermediate_size, spec.hidden_size
+    n, k = (n, k) if name == "w13" else (k, n)
+    parts: list[Tensor] = []
+    for part, (start, bits) in enumerate(weights[f"{name}.matrices"][expert].tolist()):
+        scheme = trellis_scheme(n, k, TrellisCode(float(bits), cast(Codebook, stored.codebook)))
+        first = start * MATRIX_UNIT // 4
+        words = weights[f"{name}.words"][first : first + torch.Size(scheme.tiles).numel() // 2]
+        numbers = decode_tiles(tiles_of_words(words, scheme), scheme.code).double()
+        suh, svh = (weights[f"{name}.{side}"][expert, part].double() for side in ("suh", "svh"))
+        turned = hadamard128(hadamard128(numbers, dim=0), dim=1)
+        parts.append((turned * suh.unsqueeze(1) * svh)[:k, :n].T)
+    return torch.cat(parts)
+
+
 def _fp4_numbers(codes: Tensor) -> Tensor:
     """E2M1 codes as float64."""
     assert E2M1.values is not None
@@ -78,7 +105,7 @@ def _fp4_scales(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: in
 
 
 def layer_in_float64(
-    spec: MoeSpec, weights: dict[str, Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    spec: LayerSpec, weights: dict[str, Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor
 ) -> Tensor:
     """The layer of a few tokens in float64: `[M, K]`."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
@@ -94,7 +121,7 @@ def layer_in_float64(
     return out
 
 
-def first_tokens_in_float64(spec: MoeSpec, weights: dict[str, Tensor], call: Call) -> Tensor:
+def first_tokens_in_float64(spec: LayerSpec, weights: dict[str, Tensor], call: Call) -> Tensor:
     """What a call must give for its first few tokens."""
     x, ids, topk_weights, _ = call.rows(_CHECKED_TOKENS)
     return layer_in_float64(spec, weights, x, ids, topk_weights)
@@ -112,7 +139,7 @@ class TorchLayer:
         w13, w2: `[E, P*N, K]` and `[E, K, N]`.
     """
 
-    def __init__(self, spec: MoeSpec, w13: Tensor, w2: Tensor, bias: dict[str, Tensor]) -> None:
+    def __init__(self, spec: LayerSpec, w13: Tensor, w2: Tensor, bias: dict[str, Tensor]) -> None:
         self._spec = spec
         self._w13 = w13.transpose(1, 2)
         self._w2 = w2.transpose(1, 2)
@@ -140,7 +167,7 @@ class TorchLayer:
         return back.view(-1, spec.top_k, spec.hidden_size).sum(1).to(call.x.dtype)
 
 
-def dense_weights(spec: MoeSpec, weights: dict[str, Tensor]) -> TorchLayer:
+def dense_weights(spec: LayerSpec, weights: dict[str, Tensor]) -> TorchLayer:
     """The weights in the layer's 16-bit dtype, rounded once, behind torch's products."""
     dtype = DTYPES[spec.dtype]
     stacks = {

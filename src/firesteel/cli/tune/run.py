@@ -16,7 +16,7 @@ from firesteel.cli.bench.moe_inputs import random_weights
 from firesteel.cli.bench.records import context, progress
 from firesteel.cli.console import print_json, stderr, stdout, table
 from firesteel.cli.options import check_counts
-from firesteel.cli.planning import make_specs, shape_choice
+from firesteel.cli.planning import make_table_specs, shape_choice
 from firesteel.cli.tune.candidates import (
     Candidate,
     Group,
@@ -136,7 +136,7 @@ def run(request: TuneRequest, *, as_json: bool) -> None:
     _check_device(old, device, request.out)
     choice = shape_choice(request.shape, request.recipe)
     choice = replace(choice, batch_invariant=request.batch_invariant, table=request.table)
-    (spec,) = make_specs(choice, table_of_device(device))
+    (spec,) = make_table_specs(choice, table_of_device(device))
     spec = spec.for_target(device_target(device))
     if old is not None and shape_of(spec) in old.shapes and request.table is None:
         spec = replace(spec, table=old)

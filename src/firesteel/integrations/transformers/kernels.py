@@ -14,18 +14,23 @@ from torch import Tensor
 
 from firesteel.device import device_target, is_capturing, stream_getter
 from firesteel.errors import UnsupportedError
-from firesteel.formats.packed import PackedWeights, WeightStack
+from firesteel.formats.packed import PackedWeights
+from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.launch import Arena, Ready, plan, prewarm
-from firesteel.moe.layer import MoeLayer, operand_tensors
+from firesteel.moe.layer import MoeLayer, operand_tensors, trellis_tensors
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import check_scale_range, moe_spec_of
+from firesteel.moe.trellis.spec import TrellisMoeSpec
+from firesteel.moe.trellis.supports import trellis_moe_spec_of, united
 from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
 __all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
 
 log = logging.getLogger(__name__)
+
+LayerSpec = MoeSpec | TrellisMoeSpec
 
 MANY_STREAMS = 4
 """Streams with an arena each that need no explaining."""
@@ -57,7 +62,7 @@ class KernelReport:
             "plans": [
                 {
                     "title": ready.plan.spec.title,
-                    "table": ready.plan.spec.as_dict()["table"]["name"],
+                    "table": ready.plan.spec.as_dict().get("table", {}).get("name"),
                     "max_tokens": ready.plan.max_tokens,
                     "target": ready.target,
                     "launcher": ready.launcher,
@@ -149,13 +154,17 @@ def attach_kernels(
     """
     settings = Settings.from_env() if settings is None else settings
     report = KernelReport()
-    specs: dict[str, tuple[MoeSpec, torch.device]] = {}
+    specs: dict[str, tuple[LayerSpec, torch.device]] = {}
     for path, module in modules.items():
         try:
             specs[path] = (_spec_of(module, model), _device_of(module))
         except UnsupportedError as error:
             report.refused[str(error)] = report.refused.get(str(error), 0) + 1
-    ready: dict[tuple[MoeSpec, torch.device], Ready] = {}
+    same = united([spec for spec, _ in specs.values() if isinstance(spec, TrellisMoeSpec)])
+    for path, (spec, device) in specs.items():
+        if isinstance(spec, TrellisMoeSpec):
+            specs[path] = (same[spec], device)
+    ready: dict[tuple[LayerSpec, torch.device], Ready] = {}
     for key in dict.fromkeys(specs.values()):
         spec, device = key
         ready[key] = prewarm(
@@ -172,9 +181,7 @@ def attach_kernels(
     }
     for path, key in specs.items():
         module = modules[path]
-        w13, w2 = (_packed(stack) for stack in (module.gate_up, module.down))
-        tensors = operand_tensors(w13, w2, bias13=module.gate_up_bias, bias2=module.down_bias)
-        module.kernels = LayerKernels(ready[key], tensors, arenas[key[1]])
+        module.kernels = LayerKernels(ready[key], _tensors_of(module), arenas[key[1]])
         report.num_layers += 1
     report.ready = list(ready.values())
     return report
@@ -188,18 +195,18 @@ def _device_of(module: PackedExperts) -> torch.device:
     return devices.pop()
 
 
-def _packed(stack: WeightStack) -> PackedWeights:
-    """The stack, in the form that kernels read.
+def _tensors_of(module: PackedExperts) -> dict[str, Tensor]:
+    """What the kernels of a layer are bound to."""
+    w13, w2 = module.gate_up, module.down
+    biases = {"bias13": module.gate_up_bias, "bias2": module.down_bias}
+    if isinstance(w13, TrellisWeights) and isinstance(w2, TrellisWeights):
+        return trellis_tensors(w13, w2, **biases)
+    assert isinstance(w13, PackedWeights)
+    assert isinstance(w2, PackedWeights)
+    return operand_tensors(w13, w2, **biases)
 
-    Raises
-        UnsupportedError: it is in another.
-    """
-    if not isinstance(stack, PackedWeights):
-        raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
-    return stack
 
-
-def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
+def _spec_of(module: PackedExperts, model: Any) -> LayerSpec:
     """What a layer's kernels must be planned for.
 
     Raises
@@ -208,17 +215,23 @@ def _spec_of(module: PackedExperts, model: Any) -> MoeSpec:
     device = _device_of(module)
     if device.type != "cuda":
         raise UnsupportedError(f"device: {device}, kernels need a CUDA device")
-    w13, w2 = _packed(module.gate_up), _packed(module.down)
-    spec = moe_spec_of(
-        w13.scheme,
-        w2.scheme,
-        num_experts=module.num_experts,
-        hidden_size=module.hidden_dim,
-        intermediate_size=module.intermediate_dim,
-        top_k=model.config.num_experts_per_tok,
-        activation=module.activation,
-        dtype=model.dtype,
-        has_bias=module.gate_up_bias is not None,
-    )
+    given: dict[str, Any] = {
+        "num_experts": module.num_experts,
+        "hidden_size": module.hidden_dim,
+        "intermediate_size": module.intermediate_dim,
+        "top_k": model.config.num_experts_per_tok,
+        "activation": module.activation,
+        "dtype": model.dtype,
+        "has_bias": module.gate_up_bias is not None,
+    }
+    w13, w2, target = module.gate_up, module.down, device_target(device)
+    if isinstance(w13, TrellisWeights) and isinstance(w2, TrellisWeights):
+        return trellis_moe_spec_of(w13.schemes, w2.schemes, **given).for_target(target)
+    for stack in (w13, w2):
+        if not isinstance(stack, PackedWeights):
+            raise UnsupportedError(f"weights: {type(stack).__name__}, kernels read PackedWeights")
+    assert isinstance(w13, PackedWeights)
+    assert isinstance(w2, PackedWeights)
+    spec = moe_spec_of(w13.scheme, w2.scheme, **given)
     check_scale_range(spec, w13=w13.scales, w2=w2.scales)
-    return replace(spec.for_target(device_target(device)), table=table_of_device(device))
+    return replace(spec.for_target(target), table=table_of_device(device))

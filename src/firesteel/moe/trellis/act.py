@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201
 """What is between FC1 and FC2 of an EXL3 layer: rotations on both sides of the activation."""
 
 from triton.experimental import gluon
@@ -71,10 +71,10 @@ def act_kernel(
     expert_map  [NUM_GLOBAL]       int32        contiguous        or None
     hidden      [R, NP]            fp16         `as_operand`      written once; needs no init
 
-    P is 2 (gate, then up), or 1 where the activation has no up; NP is N rounded up to 128s. The rows
-    of routes without an expert are neither read nor written. A warp has a route.
+    P is 2 (gate, then up), or 1 where the activation has no up; NP is N rounded up to 128s. Rows of
+    routes without an expert are neither read nor written. A warp has a route.
 
-    Grid      (ceil(NP / (1024 / P)), ceil(R / WARPS)).
+    Grid      (ceil(R / WARPS), ceil(NP / (1024 / P))).
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  sums of spans in order, rounded to fp16; fp32 up to suh, one rounding to fp16; fp32
               sums of the rotation, one rounding to fp16.
@@ -90,9 +90,9 @@ def act_kernel(
     layout: gl.constexpr = block_layout(WARPS)
     # Row b of the blocks: 8 a route, of which gate and up of one place stand side by side.
     b = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, layout))
-    route = gl.program_id(1).to(gl.int64) * WARPS + b // 8
+    route = gl.program_id(0).to(gl.int64) * WARPS + b // 8
     expert = local_expert(topk_ids_ptr, expert_map_ptr, route, route < R, E, NUM_GLOBAL)
-    block = gl.program_id(0) * EACH + b % 8 // PARTS
+    block = gl.program_id(1) * EACH + b % 8 // PARTS
     is_block = (expert >= 0) & (block * 128 < NP)
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     place = (route * PARTS + b % PARTS) * NP + block * 128
@@ -103,9 +103,9 @@ def act_kernel(
     y = hadamard(products, WARPS)
     y_l: gl.constexpr = rotated_layout(WARPS)
     b = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, y_l))
-    route = gl.program_id(1).to(gl.int64) * WARPS + b // 8
+    route = gl.program_id(0).to(gl.int64) * WARPS + b // 8
     expert = local_expert(topk_ids_ptr, expert_map_ptr, route, route < R, E, NUM_GLOBAL)
-    block = gl.program_id(0) * EACH + b % 8 // PARTS
+    block = gl.program_id(1) * EACH + b % 8 // PARTS
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, y_l))
     is_in = (expert >= 0)[:, None] & (block[:, None] * 128 + k[None, :] < N)
     place = (expert * PARTS + b % PARTS) * NP + block * 128
@@ -121,9 +121,9 @@ def act_kernel(
     acted = activate(gate, up, ACTIVATION, LIMIT, ALPHA, BETA)
     acted_l: gl.constexpr = acted.type.layout
     b = gl.arange(0, EACH * WARPS, layout=gl.SliceLayout(1, acted_l))
-    route = gl.program_id(1).to(gl.int64) * WARPS + b // EACH
+    route = gl.program_id(0).to(gl.int64) * WARPS + b // EACH
     expert = local_expert(topk_ids_ptr, expert_map_ptr, route, route < R, E, NUM_GLOBAL)
-    block = gl.program_id(0) * EACH + b % EACH
+    block = gl.program_id(1) * EACH + b % EACH
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, acted_l))
     is_in = (expert >= 0)[:, None] & (block[:, None] * 128 + k[None, :] < N)
     place = expert * NP + block * 128
@@ -135,9 +135,9 @@ def act_kernel(
         scaled = gl.reshape(gl.permute(gl.join(scaled, scaled), (0, 2, 1)), [8 * WARPS, 128])
     hidden = as_operand(hadamard(gl.convert_layout(scaled, layout), WARPS), WARPS)
     b = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, operand_layout(WARPS)))
-    route = gl.program_id(1).to(gl.int64) * WARPS + b // 8
+    route = gl.program_id(0).to(gl.int64) * WARPS + b // 8
     expert = local_expert(topk_ids_ptr, expert_map_ptr, route, route < R, E, NUM_GLOBAL)
-    block = gl.program_id(0) * EACH + b % 8 // PARTS
+    block = gl.program_id(1) * EACH + b % 8 // PARTS
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, operand_layout(WARPS)))
     place = (route * NP + block * 128)[:, None] + k[None, :]
     is_mine = (expert >= 0) & (block * 128 < NP) & (b % PARTS == 0)

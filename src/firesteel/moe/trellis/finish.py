@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201, ANN202
 """The end of an EXL3 layer: products rotated, scaled, weighted and summed over slots."""
 
 from triton.experimental import gluon
@@ -33,7 +33,7 @@ def slots_of(
     layout: gl.constexpr = block_layout(WARPS)
     b = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, layout))
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
-    column = (gl.program_id(0) * 8 + b % 8)[:, None] * 128 + k[None, :]
+    column = (gl.program_id(1) * 8 + b % 8)[:, None] * 128 + k[None, :]
     route, expert = experts_of(
         topk_ids_ptr, expert_map_ptr, m, M, start + b // 8, E, NUM_GLOBAL, TOP_K
     )
@@ -45,7 +45,7 @@ def slots_of(
     y_l: gl.constexpr = rotated_layout(WARPS)
     b = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, y_l))
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, y_l))
-    column = (gl.program_id(0) * 8 + b % 8)[:, None] * 128 + k[None, :]
+    column = (gl.program_id(1) * 8 + b % 8)[:, None] * 128 + k[None, :]
     route, expert = experts_of(
         topk_ids_ptr, expert_map_ptr, m, M, start + b // 8, E, NUM_GLOBAL, TOP_K
     )
@@ -114,7 +114,7 @@ def finish_kernel(
     r is m * TOP_K + j, w the router weights; NP is N rounded up to 128s. Rows of out lie stride_out
     times 16 bytes apart.
 
-    Grid      (ceil(NP / 1024), M); programs with m >= M return. A warp has every WARPS-th slot.
+    Grid      (M, ceil(NP / 1024)); programs with m >= M return. A warp has every WARPS-th slot.
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  sums of spans in order, rounded to fp16; fp32 from there, slots summed in order; one
               rounding to out's dtype. The same bits every run.
@@ -125,7 +125,7 @@ def finish_kernel(
     if PDL:
         gdc_wait()
     UNIT: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
-    m = gl.program_id(1).to(gl.int64)
+    m = gl.program_id(0).to(gl.int64)
     if m >= M:
         return
     layout: gl.constexpr = sum_layout(WARPS)
@@ -140,7 +140,7 @@ def finish_kernel(
         terms.store(y)
         for slot in gl.static_range(WARPS):
             total += terms.slice(8 * slot, 8).load(layout)
-    block = gl.program_id(0) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
+    block = gl.program_id(1) * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     column = block[:, None] * 128 + k[None, :]
     out_ptrs = out_ptr + m * stride_out * UNIT + column

@@ -2,12 +2,12 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201, ANN202
 """The rotation of EXL3 in registers, and the kernel that rotates a layer's input.
 
-A Hadamard matrix of 128 is one of 16 times one of 8: H[i, i'] of k // 8 and of k % 8. A warp rotates
-8 blocks of 128 columns at a time: H16 by `mma.sync`, whose products are exact and whose sums are
-fp32, and H8 by adding and subtracting what a thread has.
+A Hadamard matrix of 128 is one of 16, of k // 8, times one of 8, of k % 8. A warp rotates 8 blocks
+of 128 columns at a time: H16 by `mma.sync`, whose products are exact and whose sums are fp32, and
+H8 by adding and subtracting what a thread has.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import local_expert
 
-__all__ = ["as_operand", "block_layout", "hadamard", "operand_layout", "rotate_kernel", "rotated_layout"]
+__all__ = [
+    "as_operand",
+    "block_layout",
+    "hadamard",
+    "operand_layout",
+    "rotate_kernel",
+    "rotated_layout",
+]
 
 
 @gluon.constexpr_function
@@ -137,7 +144,7 @@ def rotate_kernel(
     P is PARTS, KP is K rounded up to 128s. Rows of x lie stride_x times 16 bytes apart. The rows of
     routes without an expert are not written.
 
-    Grid      (ceil(KP / (1024 * WARPS)), R); programs with r >= R return.
+    Grid      (R, ceil(KP / (1024 * WARPS))); programs with r >= R return.
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  x and then x * suh rounded to fp16, fp32 sums, one rounding to fp16.
     Bytes     R * (bytes of x * K + 4 * P * KP)
@@ -149,13 +156,13 @@ def rotate_kernel(
     KP: gl.constexpr = (K + 127) // 128 * 128
     UNIT: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = block_layout(WARPS)
-    route = gl.program_id(1).to(gl.int64)
+    route = gl.program_id(0).to(gl.int64)
     expert = gl.where(route < R, 0, -1).to(gl.int64)
     if topk_ids_ptr is not None:
         expert = local_expert(topk_ids_ptr, expert_map_ptr, route, route < R, E, NUM_GLOBAL)
     if expert < 0:
         return
-    block = gl.program_id(0) * (8 * WARPS) + gl.arange(
+    block = gl.program_id(1) * (8 * WARPS) + gl.arange(
         0, 8 * WARPS, layout=gl.SliceLayout(1, layout)
     )
     k = block[:, None] * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))[None, :]
@@ -163,11 +170,9 @@ def rotate_kernel(
     for part in gl.static_range(PARTS):
         suh = gl.load(suh_ptr + (expert * PARTS + part) * KP + k, mask=k < KP, other=0.0)
         y = as_operand(hadamard(x.to(gl.float16) * suh, WARPS), WARPS)
-        block = gl.program_id(0) * (8 * WARPS) + gl.arange(
+        block = gl.program_id(1) * (8 * WARPS) + gl.arange(
             0, 8 * WARPS, layout=gl.SliceLayout(1, operand_layout(WARPS))
         )
         place = gl.arange(0, 128, layout=gl.SliceLayout(0, operand_layout(WARPS)))
         rows = rotated_ptr + (route * PARTS + part) * KP
-        gl.store(
-            rows + block[:, None] * 128 + place[None, :], y, mask=(block * 128 < KP)[:, None]
-        )
+        gl.store(rows + block[:, None] * 128 + place[None, :], y, mask=(block * 128 < KP)[:, None])
