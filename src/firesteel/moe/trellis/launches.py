@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
 from firesteel.launch.key import Constexpr
@@ -11,6 +12,7 @@ from firesteel.moe.products import TABLES
 from firesteel.moe.trellis.act import act_kernel
 from firesteel.moe.trellis.finish import finish_kernel
 from firesteel.moe.trellis.product import trellis_stream_kernel
+from firesteel.moe.trellis.product_wgmma import trellis_wgmma_kernel
 from firesteel.moe.trellis.rotate import rotate_kernel
 from firesteel.moe.trellis.spec import StoredTrellis
 from firesteel.moe.trellis.tiles import Cut
@@ -19,13 +21,20 @@ __all__ = ["TRELLIS_KERNELS", "Experts", "Matrices", "act", "finish", "product",
 
 ROTATE = Kernel(rotate_kernel)
 STREAM = Kernel(trellis_stream_kernel)
+WGMMA = Kernel(trellis_wgmma_kernel, target="sm_90")
 ACT = Kernel(act_kernel)
 FINISH = Kernel(finish_kernel)
-TRELLIS_KERNELS = (ROTATE, STREAM, ACT, FINISH)
+TRELLIS_KERNELS = (ROTATE, STREAM, WGMMA, ACT, FINISH)
+
+# Parameters that the kernel of large tiles has not.
+_STREAM_ONLY = frozenset(
+    ("topk_ids_ptr", "expert_map_ptr", "partials_ptr", "E", "NUM_GLOBAL", "SPLIT_K")
+)
 
 ROTATE_WARPS = 1
 ACT_WARPS = 1
 
+T = TypeVar("T")
 Types = dict[str, str | None]
 Arguments = dict[str, Argument]
 
@@ -81,9 +90,16 @@ class Matrices(NamedTuple):
 
 
 def rotate(
-    experts: Experts, matrices: Matrices, *, dtype: str, size: int, rows: int, pdl: bool
+    experts: Experts,
+    matrices: Matrices,
+    *,
+    dtype: str,
+    size: int,
+    rows: int,
+    to: str,
+    pdl: bool,
 ) -> Launch:
-    """Rotate x of so many columns for each of so many rows."""
+    """Rotate x of so many columns for each of so many rows of region `to`."""
     types: Types = {
         "x_ptr": f"*{dtype}",
         "suh_ptr": "*fp16",
@@ -104,7 +120,7 @@ def rotate(
         "x_ptr": "x",
         "suh_ptr": f"{matrices.name}.suh",
         **experts.arguments,
-        "rotated_ptr": "rows",
+        "rotated_ptr": to,
         "stride_x": Stride("x"),
         "R": rows,
     }
@@ -160,9 +176,17 @@ def product(
         **({"partials_ptr": "partials"} if is_split else {"y_ptr": y}),
         "R": rows,
     }
-    key = STREAM.key(types, constants, num_warps=cut.warps, pdl=pdl)
+    kernel = STREAM
+    if cut.is_wgmma:
+        kernel = WGMMA
+        types, constants = _without(types, _STREAM_ONLY), _without(constants, _STREAM_ONLY)
+    key = kernel.key(types, constants, num_warps=cut.warps, pdl=pdl)
     grid = (matrices.parts * matrices.n // (128 * cut.span), tiles, cut.split_k)
-    return STREAM.launch(key, grid, arguments)
+    return kernel.launch(key, grid, arguments)
+
+
+def _without(found: Mapping[str, T], names: frozenset[str]) -> dict[str, T]:
+    return {name: value for name, value in found.items() if name not in names}
 
 
 def act(
@@ -219,11 +243,12 @@ def finish(
     dtype: str,
     size: int,
     num_tokens: int,
+    products: str,
     split_k: int,
     has_weights: bool,
     pdl: bool,
 ) -> Launch:
-    """From the last products to out, of so many columns."""
+    """From the last products, a region, to out, of so many columns."""
     warps = min(8, 1 << (experts.top_k - 1).bit_length())
     types: Types = {
         "products_ptr": "*fp16" if split_k == 1 else None,
@@ -245,7 +270,7 @@ def finish(
         "PDL": pdl,
     }
     arguments: Arguments = {
-        **({"products_ptr": "rows"} if split_k == 1 else {"partials_ptr": "partials"}),
+        **({"products_ptr": products} if split_k == 1 else {"partials_ptr": "partials"}),
         "svh_ptr": f"{matrices.name}.svh",
         **({"bias_ptr": f"{matrices.name}.bias"} if matrices.stored.has_bias else {}),
         **experts.arguments,

@@ -38,11 +38,11 @@ def _rows(spec: TrellisMoeSpec, routes: int) -> int:
     """Rows of a tile of sorted routes."""
     if spec.batch_invariant:
         return 8
-    return tile_rows(routes / spec.num_experts, spec.wgmma)
+    return tile_rows(routes / spec.num_experts, wgmma=spec.wgmma)
 
 
 def _cut(spec: TrellisMoeSpec, matrices: Matrices, routes: int) -> Cut:
-    return cut_of(_rows(spec, routes), matrices.n // 128, matrices.k // 128, spec.wgmma)
+    return cut_of(_rows(spec, routes), matrices.n // 128, matrices.k // 128)
 
 
 def _direct_cut(matrices: Matrices, routes: int, *, may_split: bool) -> Cut:
@@ -106,7 +106,9 @@ def select(spec: TrellisMoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch,
     bias = spec.dtype if spec.w13.has_bias else None
     return (
         *placing,
-        rotate(experts, w13, dtype=spec.dtype, size=spec.hidden_size, rows=routes, pdl=pdl),
+        rotate(
+            experts, w13, dtype=spec.dtype, size=spec.hidden_size, rows=routes, to="rows", pdl=pdl
+        ),
         product(owner, w13, first, x="rows", y="products", rows=routes, tiles=tiles, pdl=pdl),
         act(
             experts,
@@ -124,6 +126,7 @@ def select(spec: TrellisMoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch,
             dtype=spec.dtype,
             size=spec.hidden_size,
             num_tokens=num_tokens,
+            products="rows",
             split_k=1,
             has_weights=True,
             pdl=pdl,

@@ -37,16 +37,21 @@ class Cut(NamedTuple):
     is_wgmma: bool = False
 
 
-def tile_rows(rows_per_matrix: float, wgmma: bool) -> int:
+def tile_rows(rows_per_matrix: float, *, wgmma: bool) -> int:
     """Rows of a tile where matrices have so many rows on average."""
     if rows_per_matrix <= 5:
         return 8
-    return STREAM_ROWS
+    if rows_per_matrix <= 12 or not wgmma:
+        return STREAM_ROWS
+    return 64 if rows_per_matrix <= 40 else 128
 
 
-def cut_of(rows: int, height: int, width: int, wgmma: bool) -> Cut:
-    """Of sorted rows: matrices of `height` times `width` blocks of 128."""
-    return Cut(rows, span=span_of(height, width), warps=2, stages=3)
+def cut_of(rows: int, height: int, width: int) -> Cut:
+    """Of tiles of so many rows, and matrices of `height` times `width` blocks of 128."""
+    if rows > STREAM_ROWS:
+        span = gcd(height, 4) if width <= 8 else 1
+        return Cut(rows, span, warps=8 if rows == 128 else 4, stages=4, is_wgmma=True)
+    return Cut(rows, span_of(height, width), warps=2, stages=3)
 
 
 def span_of(height: int, width: int) -> int:

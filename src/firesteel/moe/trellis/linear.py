@@ -1,0 +1,167 @@
+"""`TrellisLinearSpec`: an EXL3 linear as a value that plans: attention, shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.formats.trellis_matrix import padded
+from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
+from firesteel.launch.binary import supports_dependent_launch, supports_wgmma
+from firesteel.moe.spec import ROW_UNIT, check_size
+from firesteel.moe.trellis.launches import Experts, Matrices, finish, product, rotate
+from firesteel.moe.trellis.spec import StoredTrellis, check_gluon, trellis_operands
+from firesteel.moe.trellis.tiles import Cut, cut_of, few_spans, tile_rows
+
+__all__ = ["TrellisLinearSpec"]
+
+_DTYPES = ("bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrellisLinearSpec:
+    """y = x @ W.T + bias of an EXL3 matrix: rotate, multiply, rotate.
+
+    Fields
+        in_features, out_features  of W `[out, in]`
+        dtype                      of x, y and bias: bf16 or fp16
+        stored                     its rate, codebook, and whether it has a bias
+        pdl, wgmma                 as `TrellisMoeSpec`'s
+
+    Raises
+        InvalidArgumentError, UnsupportedError: a field that no kernel takes; or Triton is too old.
+    """
+
+    in_features: int
+    out_features: int
+    dtype: str = "bf16"
+    stored: StoredTrellis = field(default_factory=StoredTrellis)
+    pdl: bool = True
+    wgmma: bool = True
+
+    def __post_init__(self) -> None:
+        check_gluon()
+        for name in ("in_features", "out_features"):
+            value = getattr(self, name)
+            check_size(name, value)
+            if value % ROW_UNIT:
+                raise UnsupportedError(f"{name}: got {value}, must be a multiple of {ROW_UNIT}")
+        if self.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
+            )
+
+    @property
+    def title(self) -> str:
+        """One line for tables and logs."""
+        sizes = f"K={self.in_features} N={self.out_features}"
+        words = [f"linear {self.stored.title} {sizes} {self.dtype}"]
+        words += ["no pdl"] * (not self.pdl) + ["no wgmma"] * (not self.wgmma)
+        return " ".join(words)
+
+    def for_target(self, target: str) -> TrellisLinearSpec:
+        """The same linear with what kernels for a target ("sm_90") may use."""
+        return replace(self, pdl=supports_dependent_launch(target), wgmma=supports_wgmma(target))
+
+    def flags(self) -> Mapping[str, tuple[str, ...]]:
+        """Callers vary nothing but the number of rows."""
+        return {}
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        """The matrix, then x and out of a call."""
+        del flags
+        k, n = self.in_features, self.out_features
+        return (
+            *trellis_operands("w", self.stored, self.dtype, (1, 1, n, k)),
+            Operand("x", self.dtype, (NUM_TOKENS, k), has_stride=True, row_unit=ROW_UNIT),
+            Operand(
+                "out",
+                self.dtype,
+                (NUM_TOKENS, n),
+                has_stride=True,
+                is_written=True,
+                row_unit=ROW_UNIT,
+            ),
+        )
+
+    @property
+    def _matrices(self) -> Matrices:
+        return Matrices("w", self.stored, 1, padded(self.out_features), padded(self.in_features))
+
+    def _cut(self, num_tokens: int) -> Cut:
+        height, width = padded(self.out_features) // 128, padded(self.in_features) // 128
+        rows = tile_rows(num_tokens, wgmma=self.wgmma)
+        if num_tokens <= 8:
+            rows = 8
+        cut = cut_of(rows, height, width)
+        if cut.is_wgmma:
+            return cut
+        tiles = -(-num_tokens // rows)
+        spans = few_spans(height * tiles, width) if num_tokens <= 16 else 1
+        return Cut(rows, 1, spans, warps=4, stages=4) if spans > 1 else cut
+
+    def workspace(self, num_tokens: int) -> tuple[Region, ...]:
+        """Rotated rows of x, products, and sums of spans."""
+        k, n = padded(self.in_features), padded(self.out_features)
+        partials = 0
+        for count in range(1, min(num_tokens, 16) + 1):
+            spans = self._cut(count).split_k
+            partials = max(partials, spans * count * (spans > 1))
+        return (
+            Region("rotated", "fp16", (num_tokens, k)),
+            Region("partials", "fp32", (partials, n)),
+            Region("products", "fp16", (num_tokens, n)),
+        )
+
+    def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+        """The launches of a call of so many rows, in order.
+
+        Raises
+            InvalidArgumentError: a negative number of rows.
+        """
+        del flags
+        if num_tokens < 0:
+            raise InvalidArgumentError(f"num_tokens: got {num_tokens}, must not be negative")
+        if num_tokens == 0:
+            return ()
+        one, cut, matrices = Experts(None), self._cut(num_tokens), self._matrices
+        tiles = -(-num_tokens // cut.rows)
+        return (
+            rotate(
+                one,
+                matrices,
+                dtype=self.dtype,
+                size=self.in_features,
+                rows=num_tokens,
+                to="rotated",
+                pdl=self.pdl,
+            ),
+            product(
+                one,
+                matrices,
+                cut,
+                x="rotated",
+                y="products",
+                rows=num_tokens,
+                tiles=tiles,
+                pdl=self.pdl,
+            ),
+            finish(
+                one,
+                matrices,
+                dtype=self.dtype,
+                size=self.out_features,
+                num_tokens=num_tokens,
+                split_k=cut.split_k,
+                products="products",
+                has_weights=False,
+                pdl=self.pdl,
+            ),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**found, "stored": asdict(self.stored)}
