@@ -27,6 +27,8 @@ def state_asm(SHIFT, CODEBOOK):
         return "and.b32 t, $1, 0xffff;"
     if SHIFT == 16:
         return "shr.u32 t, $1, 16;"
+    if SHIFT == 8:
+        return "prmt.b32 t, $1, 0, 0x4421;"
     if CODEBOOK == "mul1" and SHIFT % 2 == 0:
         # The multiplier has more to do here.
         return f"shr.u32 t, $1, {SHIFT}; and.b32 t, t, 0xffff;"
@@ -57,9 +59,11 @@ def pair_asm(CODEBOOK):
             "{ .reg .b32 t, m, a; prmt.b32 t, $1, $2, 0x5410; mov.b32 m, 0x1eee1eee; "
             "mov.b32 a, 0xc931c931; fma.rn.f16x2 $0, t, m, a; }"
         )
+    # A sum stands in both halves of 32 bits: an addition is not one of the slow operations.
     return (
-        "{ .reg .b32 t, a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; "
-        "add.rn.f16x2 $0, a, b; }"
+        "{ .reg .b16 l, h; .reg .b32 s, t, a, b; mov.b32 {l, h}, $1; mov.b32 a, {l, l}; "
+        "mov.b32 b, {h, h}; add.rn.f16x2 s, a, b; mov.b32 {l, h}, $2; mov.b32 a, {l, l}; "
+        "mov.b32 b, {h, h}; add.rn.f16x2 t, a, b; prmt.b32 $0, s, t, 0x5410; }"
     )
 
 

@@ -10,13 +10,14 @@ Rows are those of routes in every region: r = token * top_k + slot.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Flags, Launch, Region
 from firesteel.moe.plan import CHUNK_R, MAX_HISTOGRAM, is_direct, num_blocks, route
 from firesteel.moe.trellis.launches import Experts, Matrices, act, finish, product, rotate
-from firesteel.moe.trellis.tiles import Cut, cut_of, few_spans, span_of, tile_rows
+from firesteel.moe.trellis.tiles import FEW_ROWS, Cut, cut_of, few_spans, hit_experts, tile_rows
 
 if TYPE_CHECKING:
     from firesteel.moe.trellis.spec import TrellisMoeSpec
@@ -41,16 +42,37 @@ def _rows(spec: TrellisMoeSpec, routes: int) -> int:
     return tile_rows(routes / spec.num_experts, wgmma=spec.wgmma)
 
 
-def _cut(spec: TrellisMoeSpec, matrices: Matrices, routes: int) -> Cut:
-    return cut_of(_rows(spec, routes), matrices.n // 128, matrices.k // 128)
+def _first_cut(spec: TrellisMoeSpec, routes: int) -> Cut:
+    """FC1's, whose sums `act` adds up where K is split."""
+    w13 = _w13(spec)
+    height, width = w13.n // 128, w13.k // 128
+    if is_direct(spec, routes):
+        spans = few_spans(w13.parts * height * routes, width)
+        return Cut(8, split_k=spans, warps=4, stages=3)
+    rows = _rows(spec, routes)
+    if spec.batch_invariant or rows > 8:
+        return cut_of(rows, height, width)
+    programs = w13.parts * height * hit_experts(spec.num_experts, routes)
+    return cut_of(rows, height, width, programs=programs)
 
 
-def _direct_cut(matrices: Matrices, routes: int, *, may_split: bool) -> Cut:
-    height, width = matrices.n // 128, matrices.k // 128
-    span = span_of(height, width) if routes > 8 else 1
-    programs = matrices.parts * height // span * routes
-    spans = few_spans(programs, width) if may_split and span == 1 else 1
-    return Cut(8, span, spans, warps=4, stages=4)
+def _second_cut(spec: TrellisMoeSpec, routes: int) -> Cut:
+    """FC2's."""
+    w2 = _w2(spec)
+    if is_direct(spec, routes):
+        return Cut(8, warps=4, stages=4)
+    return cut_of(_rows(spec, routes), w2.n // 128, w2.k // 128)
+
+
+@lru_cache(maxsize=64)
+def _partials(spec: TrellisMoeSpec) -> tuple[int, ...]:
+    """Rows of the sums that calls of up to 0, 1, 2, ... tokens leave to `act`; the last: of more."""
+    found = [0]
+    # Of more rows an expert tiles are larger, and never split.
+    for count in range(1, FEW_ROWS * spec.num_experts // spec.top_k + 2):
+        spans = _first_cut(spec, count * spec.top_k).split_k
+        found.append(max(found[-1], spans * count * spec.top_k * (spans > 1)))
+    return tuple(found)
 
 
 def workspace(spec: TrellisMoeSpec, num_tokens: int) -> tuple[Region, ...]:
@@ -62,12 +84,7 @@ def workspace(spec: TrellisMoeSpec, num_tokens: int) -> tuple[Region, ...]:
     blocks = num_blocks(routes, e, 8)
     chunks = -(-routes // CHUNK_R) * (routes > MAX_HISTOGRAM)
     n, k, parts = spec.padded_intermediate, spec.padded_hidden, spec.num_parts
-    partials = 0
-    for count in range(1, num_tokens + 1):
-        if not is_direct(spec, count * spec.top_k):
-            break
-        spans = _direct_cut(_w13(spec), count * spec.top_k, may_split=True).split_k
-        partials = max(partials, spans * count * spec.top_k * (spans > 1))
+    partials = _partials(spec)
     return (
         Region("counts", "i32", (chunks, e)),
         Region("route_ids", "i32", (routes,)),
@@ -76,7 +93,7 @@ def workspace(spec: TrellisMoeSpec, num_tokens: int) -> tuple[Region, ...]:
         Region("block_row", "i32", (blocks,)),
         Region("num_blocks", "i32", (1,)),
         Region("rows", "fp16", (routes, parts, k)),
-        Region("partials", "fp32", (partials, parts * n)),
+        Region("partials", "fp32", (partials[min(num_tokens, len(partials) - 1)], parts * n)),
         Region("products", "fp16", (routes, parts, n)),
         Region("hidden", "fp16", (routes, n)),
     )
@@ -95,12 +112,10 @@ def select(spec: TrellisMoeSpec, num_tokens: int, flags: Flags) -> tuple[Launch,
     ids, routes, pdl = dict(flags)["ids"], num_tokens * spec.top_k, spec.pdl
     experts = Experts(ids, spec.num_experts, spec.num_global_experts, spec.top_k)
     w13, w2 = _w13(spec), _w2(spec)
+    first, second = _first_cut(spec, routes), _second_cut(spec, routes)
     if is_direct(spec, routes):
-        first = _direct_cut(w13, routes, may_split=True)
-        second = _direct_cut(w2, routes, may_split=False)
         placing, owner, tiles = (), experts, routes
     else:
-        first, second = _cut(spec, w13, routes), _cut(spec, w2, routes)
         placing, owner = route(spec, ids, routes, first.rows), None
         tiles = num_blocks(routes, spec.num_experts, first.rows)
     bias = spec.dtype if spec.w13.has_bias else None

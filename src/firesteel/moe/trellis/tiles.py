@@ -9,13 +9,16 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["Cut", "cut_of", "few_spans", "span_of", "tile_rows"]
+__all__ = ["FEW_ROWS", "Cut", "cut_of", "few_spans", "hit_experts", "tile_rows"]
 
 STREAM_ROWS = 16
 """Most rows of a tile that `mma.sync` multiplies."""
 
-_PROGRAMS = 1056
-"""Programs that keep an H200 busy: 8 on each of its 132 multiprocessors."""
+FEW_ROWS = 5
+"""Rows a matrix, on average, up to which tiles have 8."""
+
+_PROGRAMS = 1848
+"""Programs of two warps that are on an H200 at once: 14 on each of its 132 multiprocessors."""
 
 
 class Cut(NamedTuple):
@@ -33,33 +36,34 @@ class Cut(NamedTuple):
     span: int = 1
     split_k: int = 1
     warps: int = 2
-    stages: int = 3
+    stages: int = 2
     is_wgmma: bool = False
 
 
 def tile_rows(rows_per_matrix: float, *, wgmma: bool) -> int:
     """Rows of a tile where matrices have so many rows on average."""
-    if rows_per_matrix <= 5:
+    if rows_per_matrix <= FEW_ROWS:
         return 8
     if rows_per_matrix <= 12 or not wgmma:
         return STREAM_ROWS
     return 64 if rows_per_matrix <= 40 else 128
 
 
-def cut_of(rows: int, height: int, width: int) -> Cut:
-    """Of tiles of so many rows, and matrices of `height` times `width` blocks of 128."""
+def cut_of(rows: int, height: int, width: int, *, programs: float | None = None) -> Cut:
+    """Of tiles of so many rows, and matrices of `height` times `width` blocks of 128.
+
+    Args:
+        programs: row blocks of all tiles, where K may be split.
+    """
     if rows > STREAM_ROWS:
         span = gcd(height, 4) if width <= 8 else 1
         return Cut(rows, span, warps=8 if rows == 128 else 4, stages=4, is_wgmma=True)
-    return Cut(rows, span_of(height, width), warps=2, stages=3)
+    if programs is not None:
+        return Cut(rows, split_k=few_spans(programs, width))
+    return Cut(rows, span=gcd(height, 2) if width <= 8 else 1)
 
 
-def span_of(height: int, width: int) -> int:
-    """Row blocks of a program, where a row block has so few blocks that it should do several."""
-    return gcd(height, 2) if width <= 8 else 1
-
-
-def few_spans(programs: int, width: int) -> int:
+def few_spans(programs: float, width: int) -> int:
     """Spans of K where there are so few programs; each a whole number of blocks, at least 3."""
     spans = 1
     while spans < 16 and programs * spans < _PROGRAMS and width % (2 * spans) == 0:
@@ -67,3 +71,15 @@ def few_spans(programs: int, width: int) -> int:
             break
         spans *= 2
     return spans
+
+
+def hit_experts(num_experts: int, routes: int) -> float:
+    """Experts that so many routes reach on average, if all are equally likely."""
+    # Squared and multiplied here: a library's power may differ from machine to machine.
+    missed, base, power = 1.0, 1.0 - 1.0 / num_experts, routes
+    while power:
+        if power & 1:
+            missed *= base
+        base *= base
+        power >>= 1
+    return num_experts * (1.0 - missed)
