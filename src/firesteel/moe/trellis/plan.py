@@ -66,7 +66,7 @@ def _second_cut(spec: TrellisMoeSpec, routes: int) -> Cut:
 
 @lru_cache(maxsize=64)
 def _partials(spec: TrellisMoeSpec) -> tuple[int, ...]:
-    """Rows of the sums that calls of up to 0, 1, 2, ... tokens leave to `act`; the last: of more."""
+    """Rows of the sums that calls of up to 0, 1, 2, ... tokens leave to `act`; last: of more."""
     found = [0]
     # Of more rows an expert tiles are larger, and never split.
     for count in range(1, FEW_ROWS * spec.num_experts // spec.top_k + 2):
