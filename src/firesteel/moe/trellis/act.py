@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201
 """What is between FC1 and FC2 of an EXL3 layer: rotations on both sides of the activation."""
 
 from triton.experimental import gluon
@@ -71,8 +71,9 @@ def act_kernel(
     expert_map  [NUM_GLOBAL]       int32        contiguous        or None
     hidden      [R, NP]            fp16         `as_operand`      written once; needs no init
 
-    P is 2 (gate, then up), or 1 where the activation has no up; NP is N rounded up to 128s. The rows
-    of routes without an expert are neither read nor written. A warp has a route.
+    P is 2 (gate, then up), or 1 where the activation has no up; NP is N rounded up to 128s. Rows of
+    routes without an expert are neither read nor written; others are 0 past N before they are
+    rotated. A warp has a route.
 
     Grid      (ceil(NP / (1024 / P)), ceil(R / WARPS)).
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.

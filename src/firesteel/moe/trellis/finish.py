@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201, ANN202
 """The end of an EXL3 layer: products rotated, scaled, weighted and summed over slots."""
 
 from triton.experimental import gluon

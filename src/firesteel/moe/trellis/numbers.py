@@ -5,8 +5,9 @@
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005
 """From the words of a trellis to the numbers of its weights, in registers.
 
-A thread has the weights of four neighbouring lanes of a tile: 32, which take `bits` words. With the word before them every state is 16 bits at a place that is known when the kernel is
-compiled. Those that reach from one word into the next are whole in a window between the two.
+A thread has the weights of four neighbouring lanes of a tile: 32, which take `bits` words. With the
+word before them every state is 16 bits at a place that is known when the kernel is compiled. Those
+that reach from one word into the next are whole in a window between the two.
 
 Weight `8 * q + 4 * r + 2 * h + e` of the 32 is that of column `2 * q + 8 * h + e` of the tile (k of
 W) and of its row g + 8 * r (n), g the four lanes' number. Hopper does shifts and logic at half the

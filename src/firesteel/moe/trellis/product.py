@@ -43,7 +43,7 @@ def log2(value):
 def half_layout(BLOCK_M, WARPS):
     """Of 64 columns of x `[BLOCK_M, 64]`: a thread has two numbers of each step of a tile."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 8], [0, 16], [0, 32], *[[8 << i, 0] for i in range(log2(BLOCK_M) - 3)]],
+        reg_bases=[[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]][: log2(BLOCK_M) + 1],
         lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[0, 0]] * log2(WARPS),
         block_bases=[],
@@ -75,7 +75,7 @@ def find_rows(
 def copy_block(
     shared, source, turn, last, BITS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Start the copies of a turn's block to its buffers, as one group; from `last` on of nothing."""
+    """Start the copies of a turn's block to its buffers, as one group; from `last` on of none."""
     xs, words = shared
     x_ptrs, is_x, words_ptrs = source
     slot = turn % STAGES
@@ -283,7 +283,7 @@ def trellis_stream_kernel(
     column = row_block * 128
     begin = gl.program_id(2) * (BLOCKS // SPLIT_K)
     for rate in gl.static_range(1, 9):
-        if RATES >> rate & 1:
+        if RATES >> rate & 1:  # noqa: SIM102
             if bits == rate:
                 words_ptrs = words_ptr + (row_block % HEIGHT) * (BLOCKS * rate * 512) + offsets
                 multiply(

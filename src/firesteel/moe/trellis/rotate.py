@@ -2,12 +2,12 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
+# ruff: noqa: ANN001, ANN201, ANN202
 """The rotation of EXL3 in registers, and the kernel that rotates a layer's input.
 
-A Hadamard matrix of 128 is one of 16 times one of 8: H[i, i'] of k // 8 and of k % 8. A warp rotates
-8 blocks of 128 columns at a time: H16 by `mma.sync`, whose products are exact and whose sums are
-fp32, and H8 by adding and subtracting what a thread has.
+A Hadamard matrix of 128 is one of 16 times one of 8: H[i, i'] of k // 8 and of k % 8. A warp
+rotates 8 blocks of 128 columns at a time: H16 by `mma.sync`, whose products are exact and whose
+sums are fp32, and H8 by adding and subtracting what a thread has.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import local_expert
 
-__all__ = ["as_operand", "block_layout", "hadamard", "operand_layout", "rotate_kernel", "rotated_layout"]
+__all__ = [
+    "as_operand",
+    "block_layout",
+    "hadamard",
+    "operand_layout",
+    "rotate_kernel",
+    "rotated_layout",
+]
 
 
 @gluon.constexpr_function
@@ -168,6 +175,4 @@ def rotate_kernel(
         )
         place = gl.arange(0, 128, layout=gl.SliceLayout(0, operand_layout(WARPS)))
         rows = rotated_ptr + (route * PARTS + part) * KP
-        gl.store(
-            rows + block[:, None] * 128 + place[None, :], y, mask=(block * 128 < KP)[:, None]
-        )
+        gl.store(rows + block[:, None] * 128 + place[None, :], y, mask=(block * 128 < KP)[:, None])
