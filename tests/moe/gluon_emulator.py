@@ -135,7 +135,9 @@ class Pointer:
 
     def read(self, mask: Any, other: Any) -> torch.Tensor:
         at, mask = self.masked(mask)
-        return torch.where(mask, self.memory[at], torch.tensor(other, dtype=self.memory.dtype))
+        values = torch.full(at.shape, other, dtype=self.memory.dtype)
+        values[mask] = self.memory[at[mask]]
+        return values
 
 
 class Shared:

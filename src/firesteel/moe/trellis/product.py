@@ -182,8 +182,11 @@ def multiply(
         if partials_ptr is not None:
             n = gl.arange(0, 128, layout=gl.SliceLayout(1, acc.type.layout))
             m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc.type.layout))
-            rows = gl.program_id(2) * R + first + m
-            places = rows.to(gl.int64)[None, :] * WIDTH + here + n[:, None]
+            rows = (first + m).to(gl.int64)
+            if route_ids_ptr is not None:
+                rows = gl.load(route_ids_ptr + rows, mask=m < num_rows, other=0).to(gl.int64)
+            rows += gl.program_id(2) * R
+            places = rows[None, :] * WIDTH + here + n[:, None]
             gl.store(partials_ptr + places, acc, mask=(m < num_rows)[None, :])
         else:
             store_rows(
@@ -238,7 +241,7 @@ def trellis_stream_kernel(
 
     P is PARTS; K and N are multiples of 128. Bit b of RATES says that matrices may have b bits. A
     program does SPAN row blocks of 128 one after the other, which are of one part. With partials it
-    sums one of SPLIT_K spans of K.
+    sums one of SPLIT_K spans of K; SPAN or SPLIT_K is 1.
 
     Grid      (P * N / (128 * SPAN), tiles, SPLIT_K), with R tiles in direct mode; tiles past the
               last return.
@@ -256,6 +259,8 @@ def trellis_stream_kernel(
     HEIGHT: gl.constexpr = N // 128
     gl.static_assert(HEIGHT % SPAN == 0)
     gl.static_assert(BLOCKS % SPLIT_K == 0)
+    # Words of a span are not in one piece over row blocks.
+    gl.static_assert(SPAN == 1 or SPLIT_K == 1)
     gl.static_assert(N * K // 4 < 2**31)
     expert, first, num_rows = find_rows(
         topk_ids_ptr, expert_map_ptr, route_ids_ptr, expert_offsets_ptr, block_expert_ptr,
