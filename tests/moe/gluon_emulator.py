@@ -1,9 +1,10 @@
 """Runs Gluon kernels on a CPU, on torch tensors: their numbers and the order of their copies.
 
-The Python of a kernel runs as it is, with Gluon's functions replaced. Layouts are ignored. What
-`cp.async` brings lands as late as its `wait_group` allows, or with `lands_early` at once; `wgmma`
-reads shared memory as late as its wait allows. So a block that is read before it is there, or a
-buffer that is written while it is read, gives wrong numbers in one of the two.
+The Python of a kernel runs as it is, with Gluon's functions replaced, and PTX as its text says.
+Layouts are ignored. What `cp.async` brings lands as late as its `wait_group` allows, or with
+`lands_early` at once; `wgmma` reads shared memory as late as its wait allows. So a block that is
+read before it is there, or a buffer that is written while it is read, gives wrong numbers in one of
+the two.
 """
 
 from __future__ import annotations

@@ -16,10 +16,8 @@ from torch import Tensor
 from firesteel.moe.activation import Activation
 from firesteel.moe.reference import place_reference
 from tests.moe.gluon_emulator import run
-from tests.moe.kernels import Routing, routings
+from tests.moe.kernels import ROUNDING, Routing, routings
 
-ROUNDING = 2.0**-24
-"""Half the distance from 1 to the next fp32."""
 WARPS = (1, 2, 4, 8)
 # 8 blocks and less, a few blocks and a part, one in part, and more than one program of one warp.
 COLUMNS = (40, 128, 192, 576, 1024, 1100)
@@ -105,7 +103,10 @@ def tables_of(routing: Routing, rows: int) -> dict[str, Tensor]:
 
 
 def kernel_words(tiles: Tensor) -> Tensor:
-    """Stored tiles int16 `[K / 16, N / 16, 16 * bits]` as a kernel reads them: int32 words."""
+    """Stored tiles int16 `[K / 16, N / 16, 16 * bits]` as a kernel reads them: int32 words.
+
+    In the order block n, block k, word, half of the block, tile n, group, tile k.
+    """
     rows, columns, size = tiles.shape
     stored = tiles.view(torch.int32).view(rows // 8, 2, 4, columns // 8, 8, 8, size // 16)
     return stored.permute(3, 0, 6, 1, 4, 5, 2).flatten()
@@ -146,10 +147,10 @@ def scales(*shape: int, generator: torch.Generator) -> Tensor:
     return (signs * (0.5 + torch.rand(shape, generator=generator))).half()
 
 
-def products_of(partials: Tensor, error: float = ROUNDING) -> tuple[Tensor, Tensor]:
+def products_of(partials: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of spans of K, in float64, and how far it may lie off when it is fp16."""
     total = partials.double().sum(0)
-    lost = (len(partials) - 1) * error * partials.double().abs().sum(0)
+    lost = (len(partials) - 1) * ROUNDING * partials.double().abs().sum(0)
     return total, half_bound(total, lost)
 
 

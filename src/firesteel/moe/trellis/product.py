@@ -243,12 +243,12 @@ def trellis_stream_kernel(
     program does SPAN row blocks of 128 one after the other, which are of one part. With partials it
     sums one of SPLIT_K spans of K; SPAN or SPLIT_K is 1.
 
-    Grid      (P * N / (128 * SPAN), tiles, SPLIT_K), with R tiles in direct mode; tiles past the
-              last return.
+    Grid      (P * N / (128 * SPAN), tiles, SPLIT_K), with R tiles in direct mode and one for
+              BLOCK_M rows without ids; tiles past the last return.
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  fp32 sums of products with the two fp16 numbers that a weight is the sum of, so that
-              its own rounding to fp16 is left out; one rounding to fp16. A row's bits do not depend
-              on other rows.
+              its own rounding to fp16 is left out; of mul1 with the weight in fp16. One rounding of
+              y to fp16. A row's bits do not depend on other rows.
     Bytes     tiles * P * N * K * bits / 8 + 2 * R * P * N + 2 * R * P * K * N / (128 * SPAN)
     Range     offsets of rows and matrices are int64; within a matrix int32.
     Oracle    product_reference
