@@ -13,7 +13,7 @@ from torch import Tensor
 from firesteel.formats.trellis import hadamard128
 from firesteel.moe.activation import Activation
 from firesteel.moe.trellis.act import act_kernel
-from firesteel.moe.trellis.reference import act_reference
+from firesteel.moe.trellis.reference import act_reference, rotate_reference
 from tests.moe.kernels import ROUNDING, Routing, activation_bound, activation_constexprs
 from tests.moe.trellis.launches import (
     ACTIVATIONS,
@@ -115,9 +115,9 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, activations: tuple[Activation, ...] = ACTIVATIONS) -> Case:
     generator = draw(generators())
-    n, activation = draw(st.sampled_from(COLUMNS)), draw(st.sampled_from(ACTIVATIONS))
+    n, activation = draw(st.sampled_from(COLUMNS)), draw(st.sampled_from(activations))
     routing, _ = draw(few_routings())
     num_experts, num_parts = routing.num_experts, 2 if activation.is_gated else 1
     width = num_parts * padded(n)
@@ -146,6 +146,24 @@ def test_rows_are_the_oracle_s(case: Case) -> None:
     assert is_untouched(hidden[~has_expert])
     error = (hidden.double() - wanted).abs()
     assert (error <= case.bound(wanted))[has_expert].all()
+
+
+@given(case=cases((Activation(name="relu2"),)))
+def test_it_rounds_where_it_says_so(case: Case) -> None:
+    # Products whose sums are exact, so that all up to the last sums can be told to the last bit.
+    case = replace(case, products=(2 * case.products).round(), svh=case.svh.sign())
+    experts = [max(0, expert) for expert in case.routing.experts]
+    has_expert = torch.tensor([expert >= 0 for expert in case.routing.experts], dtype=torch.bool)
+    sums = (hadamard128(case.products.double().sum(0)) * 128**0.5).round().float()
+    y = (sums * 0.08838834764831845)[:, : case.n] * case.svh[experts, 0, : case.n].float()
+    if case.bias is not None:
+        y = y + case.bias[experts].float()
+    scaled = (y.clamp(min=0).square() * case.suh[experts, 0, : case.n].float()).half()
+    scaled = torch.nn.functional.pad(scaled, (0, padded(case.n) - case.n))[has_expert].double()
+    ones = torch.ones(1, 1, padded(case.n))
+    wanted = rotate_reference(scaled, ones, dense_routing(len(scaled)).topk_ids)[:, 0]
+    bound = half_bound(wanted, rotated_bound(scaled, torch.zeros_like(scaled)))
+    assert ((case.run()[has_expert].double() - wanted).abs() <= bound).all()
 
 
 @given(case=cases())

@@ -257,6 +257,7 @@ def trellis_stream_kernel(
         gdc_wait()
     BLOCKS: gl.constexpr = K // 128
     HEIGHT: gl.constexpr = N // 128
+    gl.static_assert(STAGES >= 2)
     gl.static_assert(HEIGHT % SPAN == 0)
     gl.static_assert(BLOCKS % SPLIT_K == 0)
     # Words of a span are not in one piece over row blocks.
