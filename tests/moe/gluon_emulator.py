@@ -1,22 +1,25 @@
 """Runs Gluon kernels on a CPU, on torch tensors: their numbers and the order of their copies.
 
-The Python of a kernel runs as it is, with Gluon's functions replaced. Layouts are ignored. What
-`cp.async` brings lands as late as its `wait_group` allows, or with `lands_early` at once; `wgmma`
-reads shared memory as late as its wait allows. So a block that is read before it is there, or a
-buffer that is written while it is read, gives wrong numbers in one of the two.
+The Python of a kernel runs as it is, with Gluon's functions replaced, and PTX as its text says.
+Layouts are ignored. What `cp.async` brings lands as late as its `wait_group` allows, or with
+`lands_early` at once; `wgmma` reads shared memory as late as its wait allows. So a block that is
+read before it is there, or a buffer that is written while it is read, gives wrong numbers in one of
+the two.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
+
+from tests.moe import ptx
 
 TORCH = {
     gl.bfloat16: torch.bfloat16,
@@ -100,6 +103,7 @@ def trunc(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 OPERATORS = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.div,
     "floordiv": trunc, "mod": torch.fmod, "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
     "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift,
 }  # fmt: skip
 for name, function in OPERATORS.items():
@@ -132,7 +136,9 @@ class Pointer:
 
     def read(self, mask: Any, other: Any) -> torch.Tensor:
         at, mask = self.masked(mask)
-        return torch.where(mask, self.memory[at], torch.tensor(other, dtype=self.memory.dtype))
+        values = torch.full(at.shape, other, dtype=self.memory.dtype)
+        values[mask] = self.memory[at[mask]]
+        return values
 
 
 class Shared:
@@ -159,28 +165,11 @@ class Shared:
         self.v.copy_(value.v)
 
 
-def pairs_of(asm: str, words: torch.Tensor) -> torch.Tensor:
-    """32-bit results of PTX for each two 16-bit words."""
-    low, high = (words.long() & 0xFFFF).unflatten(-1, (-1, 2)).unbind(-1)
-    names = {"$1": low | high << 16}
-
-    def value(text: str) -> torch.Tensor:
-        return names[text] if text in names else integer(int(text, 0), torch.int64)
-
-    for line in asm.strip("{} ").split(";"):
-        found = re.fullmatch(r"([\w.]+) (.+)", line.strip())
-        if found is None or found[1] == ".reg":
-            continue
-        to, *given = (word.strip() for word in found[2].split(","))
-        if found[1] == "lop3.b32":
-            assert given.pop() == "0xea"
-            a, b, c = map(value, given)
-            names[to] = a & b | c
-        else:
-            a, b = map(value, given)
-            made = {"shr.u32": a >> b, "shl.b32": a << b, "and.b32": a & b}[found[1]]
-            names[to] = made & 0xFFFFFFFF
-    return names["$0"]
+def register_of(value: Block, kind: str, pack: int) -> np.ndarray:
+    """What an operand of inline assembly finds in a register: so many elements, side by side."""
+    assert value.v.itemsize * pack == {"r": 4, "h": 2}[kind]
+    word = {"r": torch.int32, "h": torch.int16}[kind]
+    return value.v.contiguous().view(word).numpy().view({"r": "u4", "h": "u2"}[kind])
 
 
 class Machine:
@@ -225,7 +214,9 @@ class Machine:
         return deps[0] if len(deps) == 1 else tuple(deps)
 
     def mma_v2(self, a: Block, b: Block, acc: Block) -> Block:
-        return Block(acc.v + a.v.float() @ b.v.float(), acc.type.layout)
+        # Rounded once: so a row's bits do not depend on its place, as they do not on a GPU.
+        total = torch.addmm(acc.v.double(), a.v.double(), b.v.double())
+        return Block(total.float(), acc.type.layout)
 
     # Of the language.
     def program_id(self, axis: int) -> Block:
@@ -251,6 +242,9 @@ class Machine:
         pointer.memory[at[mask]] = value.v.expand(at.shape)[mask].to(pointer.memory.dtype)
 
     def where(self, condition: Any, a: Any, b: Any) -> Block:
+        if not isinstance(a, Block) and not isinstance(b, Block):
+            # Of two numbers, as of two scalars of the language.
+            a = self.cast(a, gl.float32 if isinstance(a, float) else gl.int32)
         a, b = both(a, b)
         return Block(torch.where(torch.as_tensor(raw(condition)), a, b))
 
@@ -278,6 +272,12 @@ class Machine:
         a, b = value.v.unbind(-1)
         return Block(a), Block(b)
 
+    def join(self, a: Block, b: Block) -> Block:
+        return Block(torch.stack(torch.broadcast_tensors(*both(a, b)), dim=-1))
+
+    def gather(self, value: Block, index: Block, axis: int) -> Block:
+        return Block(value.v.gather(axis, index.v.long()), index.type.layout)
+
     def convert_layout(self, value: Block, layout: object, assert_trivial: bool = False) -> Block:
         return Block(value.v, layout)
 
@@ -288,10 +288,10 @@ class Machine:
     def inline_asm_elementwise(
         self, asm: str, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
     ) -> Block:
-        assert (constraints, pack) == ("=r,r", 2)
-        both_halves = pairs_of(asm, args[0].v)
-        halves = torch.stack([both_halves & 0xFFFF, both_halves >> 16], dim=-1).flatten(-2)
-        words = torch.where(halves >= 1 << 15, halves - (1 << 16), halves).to(torch.int16)
+        to, *kinds = constraints.split(",")
+        assert to == "=r"
+        given = [register_of(*pair, pack) for pair in zip(args, kinds, strict=True)]
+        words = torch.from_numpy(ptx.execute(asm, given).view("i4"))
         return Block(words.view(TORCH[dtype]), args[0].type.layout)
 
     def static_range(self, *ends: int) -> range:

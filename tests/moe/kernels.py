@@ -434,10 +434,12 @@ def _num_tiles(routing: Routing, placed: Placed | None) -> int:
 
 
 @st.composite
-def routings(draw: st.DrawFn, *, max_tokens: int = 9, max_experts: int = 6) -> Routing:
+def routings(
+    draw: st.DrawFn, *, max_tokens: int = 9, max_experts: int = 6, max_slots: int = 8
+) -> Routing:
     """No tokens, one, some; experts with none or all; ids out of range; maps; both id types."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    num_experts, top_k = draw(st.integers(1, max_experts)), draw(st.integers(1, 8))
+    num_experts, top_k = draw(st.integers(1, max_experts)), draw(st.integers(1, max_slots))
     num_tokens = draw(st.integers(0, max_tokens))
     expert_map, num_ids = None, num_experts
     if draw(st.booleans()):

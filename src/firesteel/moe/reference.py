@@ -16,9 +16,11 @@ from firesteel.moe.activation import Activation
 __all__ = [
     "Placement",
     "activate_reference",
+    "activate_row",
     "combine_reference",
     "count_reference",
     "down_reference",
+    "experts_of_routes",
     "gate_up_reference",
     "moe_reference",
     "place_reference",
@@ -46,7 +48,7 @@ def count_reference(
     topk_ids: Tensor, num_experts: int, *, expert_map: Tensor | None = None
 ) -> list[int]:
     """counts[e] = number of routes of expert e."""
-    experts = _experts(topk_ids, num_experts, expert_map)
+    experts = experts_of_routes(topk_ids, num_experts, expert_map)
     return [experts.count(expert) for expert in range(num_experts)]
 
 
@@ -60,7 +62,7 @@ def place_reference(
     ids [1, 0, -1, 1, 1] of 2 experts, block_m 2: route_ids [1, 0, 3, 4], expert_offsets [0, 1, 4],
     block_expert [0, 1, 1], block_row [0, 1, 3].
     """
-    experts = _experts(topk_ids, num_experts, expert_map)
+    experts = experts_of_routes(topk_ids, num_experts, expert_map)
     placement = Placement([], [0], [], [])
     tiles: list[tuple[int, int, int]] = []
     for expert in range(num_experts):
@@ -94,7 +96,7 @@ def gate_up_reference(
     """
     activation = activation or Activation()
     n = w13.shape[1] // (2 if activation.is_gated else 1)
-    experts = _experts(topk_ids, w13.shape[0], expert_map)
+    experts = experts_of_routes(topk_ids, w13.shape[0], expert_map)
     out = torch.full((len(experts), n), math.nan, dtype=torch.float64)
     for route, expert in enumerate(experts):
         if expert is None:
@@ -104,7 +106,7 @@ def gate_up_reference(
             hidden = hidden * float(topk_weights.flatten()[route])
         if bias13 is not None:
             hidden = hidden + bias13[expert].double()
-        out[route] = _activate_row(activation, hidden, n)
+        out[route] = activate_row(activation, hidden, n)
     return out
 
 
@@ -125,7 +127,7 @@ def activate_reference(
     """
     activation = activation or Activation()
     n = partials.shape[2] // (2 if activation.is_gated else 1)
-    experts = _experts(topk_ids, num_experts, expert_map)
+    experts = experts_of_routes(topk_ids, num_experts, expert_map)
     out = torch.full((len(experts), n), math.nan, dtype=torch.float64)
     for route, expert in enumerate(experts):
         if expert is None:
@@ -135,7 +137,7 @@ def activate_reference(
             hidden = hidden * float(topk_weights.flatten()[route])
         if bias13 is not None:
             hidden = hidden + bias13[expert].double()
-        out[route] = _activate_row(activation, hidden, n)
+        out[route] = activate_row(activation, hidden, n)
     return out
 
 
@@ -151,7 +153,7 @@ def down_reference(
 
     hidden [R, N] by route, w2 [E, K, N], bias2 [E, K]. Returns float64 `[R, K]`.
     """
-    experts = _experts(topk_ids, w2.shape[0], expert_map)
+    experts = experts_of_routes(topk_ids, w2.shape[0], expert_map)
     out = torch.full((len(experts), w2.shape[1]), math.nan, dtype=torch.float64)
     for route, expert in enumerate(experts):
         if expert is None:
@@ -175,7 +177,7 @@ def combine_reference(
     y [R, K]; topk_weights [M, top_k], or None for ones. Returns float64 `[M, K]`.
     """
     num_tokens, top_k = topk_ids.shape
-    experts = _experts(topk_ids, num_experts, expert_map)
+    experts = experts_of_routes(topk_ids, num_experts, expert_map)
     out = torch.zeros(num_tokens, y.shape[1], dtype=torch.float64)
     for route, expert in enumerate(experts):
         if expert is not None:
@@ -219,7 +221,7 @@ def moe_reference(
     return combine_reference(y, topk_ids, gates, w2.shape[0], expert_map=expert_map)
 
 
-def _experts(
+def experts_of_routes(
     topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None
 ) -> list[int | None]:
     """The expert of each route, None where it has none."""
@@ -232,7 +234,7 @@ def _experts(
     return experts
 
 
-def _activate_row(activation: Activation, hidden: Tensor, n: int) -> Tensor:
+def activate_row(activation: Activation, hidden: Tensor, n: int) -> Tensor:
     """The activation of a row of gates and then ups, number by number."""
     values: list[float] = hidden.tolist()
     # Without up rows the gate stands in for them; no such activation reads it.

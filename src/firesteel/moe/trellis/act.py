@@ -71,8 +71,9 @@ def act_kernel(
     expert_map  [NUM_GLOBAL]       int32        contiguous        or None
     hidden      [R, NP]            fp16         `as_operand`      written once; needs no init
 
-    P is 2 (gate, then up), or 1 where the activation has no up; NP is N rounded up to 128s. Rows of
-    routes without an expert are neither read nor written. A warp has a route.
+    P is 2 (gate, then up), or 1 where the activation has no up; NP is N rounded up to 128s, and act
+    is 0 past N. Rows of routes without an expert are neither read nor written. A warp has 1024 / P
+    columns of a route.
 
     Grid      (ceil(R / WARPS), ceil(NP / (1024 / P))).
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.

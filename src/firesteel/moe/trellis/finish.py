@@ -118,7 +118,7 @@ def finish_kernel(
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  sums of spans in order, rounded to fp16; fp32 from there, slots summed in order; one
               rounding to out's dtype. The same bits every run.
-    Bytes     2 * R * NP + 2 * M * N
+    Bytes     2 * R * NP, or 4 * SPLIT_K in place of 2; and those of out
     Range     R * NP and M * stride_out may pass 2**31, so row offsets are int64.
     Oracle    finish_reference
     """

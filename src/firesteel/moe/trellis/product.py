@@ -43,13 +43,7 @@ def log2(value):
 def half_layout(BLOCK_M, WARPS):
     """Of 64 columns of x `[BLOCK_M, 64]`: a thread has two numbers of each step of a tile."""
     return gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 1],
-            [0, 8],
-            [0, 16],
-            [0, 32],
-            *[[8 << i, 0] for i in range(log2(BLOCK_M) - 3)],
-        ],
+        reg_bases=[[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]][: log2(BLOCK_M) + 1],
         lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[0, 0]] * log2(WARPS),
         block_bases=[],
@@ -197,8 +191,11 @@ def multiply(
         if partials_ptr is not None:
             n = gl.arange(0, 128, layout=gl.SliceLayout(1, acc.type.layout))
             m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, acc.type.layout))
-            rows = gl.program_id(2) * R + first + m
-            places = rows.to(gl.int64)[None, :] * WIDTH + here + n[:, None]
+            rows = (first + m).to(gl.int64)
+            if route_ids_ptr is not None:
+                rows = gl.load(route_ids_ptr + rows, mask=m < num_rows, other=0).to(gl.int64)
+            rows += gl.program_id(2) * R
+            places = rows[None, :] * WIDTH + here + n[:, None]
             gl.store(partials_ptr + places, acc, mask=(m < num_rows)[None, :])
         else:
             store_rows(
@@ -253,22 +250,25 @@ def trellis_stream_kernel(
 
     P is PARTS; K and N are multiples of 128. Bit b of RATES says that matrices may have b bits. A
     program does SPAN row blocks of 128 one after the other, which are of one part. With partials it
-    sums one of SPLIT_K spans of K.
+    sums one of SPLIT_K spans of K; SPAN or SPLIT_K is 1.
 
-    Grid      (P * N / (128 * SPAN), tiles, SPLIT_K), with R tiles in direct mode; tiles past the
-              last return.
+    Grid      (P * N / (128 * SPAN), tiles, SPLIT_K), with R tiles in direct mode and one for
+              BLOCK_M rows without ids; tiles past the last return.
     Key       dtypes, which pointers are None, constexprs; WARPS is num_warps.
     Numerics  fp32 sums of products with the two fp16 numbers that a weight is the sum of, so that
-              its own rounding to fp16 is left out; one rounding to fp16. A row's bits do not depend
-              on other rows.
+              its own rounding to fp16 is left out; of mul1 with the weight in fp16. One rounding of
+              y to fp16. A row's bits do not depend on other rows.
     Bytes     tiles * P * N * K * bits / 8 + 2 * R * P * N + 2 * R * P * K * N / (128 * SPAN)
     Range     offsets of rows and matrices are int64; within a matrix int32.
     Oracle    product_reference
     """
     BLOCKS: gl.constexpr = K // 128
     HEIGHT: gl.constexpr = N // 128
+    gl.static_assert(STAGES >= 2)
     gl.static_assert(HEIGHT % SPAN == 0)
     gl.static_assert(BLOCKS % SPLIT_K == 0)
+    # Words of a span are not in one piece over row blocks.
+    gl.static_assert(SPAN == 1 or SPLIT_K == 1)
     gl.static_assert(N * K // 4 < 2**31)
     expert, first, num_rows = find_rows(
         topk_ids_ptr, expert_map_ptr, route_ids_ptr, expert_offsets_ptr, block_expert_ptr,
