@@ -303,7 +303,7 @@ class Machine:
     def nothing(self, *_: object) -> None:
         """Of fences and waits for other kernels."""
 
-    gdc_wait = fence_async_shared = nothing
+    gdc_wait = gdc_launch_dependents = fence_async_shared = nothing
 
     def __getattr__(self, name: str) -> Any:
         # Types and layouts are the real ones.

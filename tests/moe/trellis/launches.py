@@ -13,6 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from firesteel.formats.trellis import TrellisCode
+from firesteel.formats.trellis_weights import words_of_tiles
 from firesteel.moe.activation import Activation
 from firesteel.moe.reference import place_reference
 from tests.moe.gluon_emulator import run
@@ -103,13 +105,8 @@ def tables_of(routing: Routing, rows: int) -> dict[str, Tensor]:
 
 
 def kernel_words(tiles: Tensor) -> Tensor:
-    """Stored tiles int16 `[K / 16, N / 16, 16 * bits]` as a kernel reads them: int32 words.
-
-    In the order block n, block k, word, half of the block, tile n, group, tile k.
-    """
-    rows, columns, size = tiles.shape
-    stored = tiles.view(torch.int32).view(rows // 8, 2, 4, columns // 8, 8, 8, size // 16)
-    return stored.permute(3, 0, 6, 1, 4, 5, 2).flatten()
+    """Stored tiles int16 `[K / 16, N / 16, 16 * bits]` as a kernel reads them: int32 words."""
+    return words_of_tiles(tiles, TrellisCode(tiles.shape[2] / 16, "mcg")).flatten()
 
 
 def in_memory(matrices: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:

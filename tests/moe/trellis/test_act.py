@@ -61,7 +61,7 @@ class Case:
         is_partial = self.products.dtype == torch.float32
         launch(
             act_kernel,
-            (-(-width * self.num_parts // 1024), -(-routes // self.warps) + 1, 1),
+            (-(-routes // self.warps) + 1, -(-width * self.num_parts // 1024), 1),
             "hidden_ptr",
             **{"partials_ptr" if is_partial else "products_ptr": self.products},
             svh_ptr=self.svh,

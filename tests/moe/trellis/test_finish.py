@@ -58,7 +58,7 @@ class Case:
         is_partial = self.products.dtype == torch.float32
         launch(
             finish_kernel,
-            (-(-self.n // 1024), num_tokens + 1, 1),
+            (num_tokens + 1, -(-self.n // 1024), 1),
             "out_ptr",
             **{"partials_ptr" if is_partial else "products_ptr": self.products},
             svh_ptr=self.svh,

@@ -58,7 +58,7 @@ class Case:
         rotated = poisoned(routes, num_parts, width, dtype=torch.float16)
         launch(
             rotate_kernel,
-            (-(-width // (1024 * self.warps)), routes + 1, 1),
+            (routes + 1, -(-width // (1024 * self.warps)), 1),
             "rotated_ptr",
             x_ptr=x,
             suh_ptr=self.suh,
