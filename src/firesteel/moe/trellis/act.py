@@ -7,7 +7,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import activate, local_expert
 from firesteel.moe.trellis.rotate import (
@@ -85,7 +85,6 @@ def act_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     PARTS: gl.constexpr = 1 if ACTIVATION == "relu2" else 2
     NP: gl.constexpr = (N + 127) // 128 * 128
     EACH: gl.constexpr = 8 // PARTS

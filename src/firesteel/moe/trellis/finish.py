@@ -7,7 +7,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import local_expert
 from firesteel.moe.trellis.act import load_products
@@ -124,7 +124,6 @@ def finish_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     UNIT: gl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
     m = gl.program_id(0).to(gl.int64)
     if m >= M:

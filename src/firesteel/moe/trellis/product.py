@@ -12,7 +12,7 @@ Words and x come by `cp.async`, blocks of 128 columns STAGES - 1 ahead.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import store_rows
 from firesteel.moe.pipeline import buffers
@@ -72,23 +72,21 @@ def find_rows(
 
 
 @gluon.jit
-def copy_words(shared, source, turn, last, BITS: gl.constexpr, STAGES: gl.constexpr):
-    """Start the copies of a turn's words to its buffers; none from `last` on."""
+def copy_block(
+    shared, source, turn, last, BITS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Start the copies of a turn's block to its buffers, as one group; none from `last` on."""
+    xs, words = shared
+    x_ptrs, is_x, words_ptrs = source
+    slot = turn % STAGES
+    is_turn = turn < last
+    async_copy.async_copy_global_to_shared(
+        xs[0].index(slot), x_ptrs + (turn % BLOCKS) * 128, mask=is_x & is_turn
+    )
     for word in gl.static_range(BITS):
         async_copy.async_copy_global_to_shared(
-            shared[1][word].index(turn % STAGES), source[2] + (turn * BITS + word) * 512,
-            mask=turn < last,
-        )  # fmt: skip
-
-
-@gluon.jit
-def copy_x(shared, source, turn, last, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Start the copy of a turn's columns of x, and end the group of copies."""
-    x_ptrs, is_x, _ = source
-    async_copy.async_copy_global_to_shared(
-        shared[0][0].index(turn % STAGES), x_ptrs + (turn % BLOCKS) * 128,
-        mask=is_x & (turn < last),
-    )  # fmt: skip
+            words[word].index(slot), words_ptrs + (turn * BITS + word) * 512, mask=is_turn
+        )
     async_copy.commit_group()
 
 
@@ -161,7 +159,7 @@ def multiply(
     source, y_ptr, partials_ptr, route_ids_ptr, first, num_rows, column, begin, R,
     BITS: gl.constexpr, BLOCKS: gl.constexpr, TURNS: gl.constexpr, WIDTH: gl.constexpr,
     CODEBOOK: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """Row blocks of a matrix of BITS bits: copies, products and stores."""
     x_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -171,21 +169,14 @@ def multiply(
         buffers(gl.int32, BITS, [STAGES, 128, 4], words_s),
     )
     last = begin + SPAN * TURNS
-    # Words are there before the launch before is done; x is not.
     for ahead in gl.static_range(STAGES - 1):
-        copy_words(shared, source, begin + ahead, last, BITS, STAGES)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    for ahead in gl.static_range(STAGES - 1):
-        copy_x(shared, source, begin + ahead, last, BLOCKS, STAGES)
+        copy_block(shared, source, begin + ahead, last, BITS, BLOCKS, STAGES)
     for row_block in range(0, SPAN):
         acc = gl.zeros([128, BLOCK_M], gl.float32, layout=sum_layout(WARPS))
         start = begin + row_block * TURNS
         for turn in range(start, start + TURNS):
             async_copy.wait_group(STAGES - 2)
-            copy_words(shared, source, turn + STAGES - 1, last, BITS, STAGES)
-            copy_x(shared, source, turn + STAGES - 1, last, BLOCKS, STAGES)
+            copy_block(shared, source, turn + STAGES - 1, last, BITS, BLOCKS, STAGES)
             acc = add_block(acc, shared, turn % STAGES, BITS, CODEBOOK, BLOCK_M, WARPS)
         here = column + row_block * 128
         if partials_ptr is not None:
@@ -262,6 +253,8 @@ def trellis_stream_kernel(
     Range     offsets of rows and matrices are int64; within a matrix int32.
     Oracle    product_reference
     """
+    if PDL:
+        gdc_wait()
     BLOCKS: gl.constexpr = K // 128
     HEIGHT: gl.constexpr = N // 128
     gl.static_assert(STAGES >= 2)
@@ -275,9 +268,6 @@ def trellis_stream_kernel(
         block_row_ptr, num_blocks_ptr, R, E, NUM_GLOBAL, BLOCK_M,
     )  # fmt: skip
     if num_rows <= 0:
-        # Whoever starts when this program has ended may count on all that was waited for here.
-        if PDL:
-            gdc_wait()
         return
     row_block = gl.program_id(0) * SPAN
     part = row_block // HEIGHT
@@ -307,5 +297,5 @@ def trellis_stream_kernel(
                     (x_ptrs, is_row[:, None], words_ptrs), y_ptr, partials_ptr, route_ids_ptr,
                     first, num_rows, column, begin, R,
                     rate, BLOCKS, BLOCKS // SPLIT_K, PARTS * N, CODEBOOK, BLOCK_M, SPAN, STAGES,
-                    WARPS, PDL,
+                    WARPS,
                 )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import store_rows
 from firesteel.moe.pipeline import buffers
@@ -26,27 +26,26 @@ __all__ = ["trellis_wgmma_kernel"]
 
 
 @gluon.jit
-def copy_words(shared, source, turn, last, BITS: gl.constexpr, STAGES: gl.constexpr):
-    """Start the copies of the words of a turn's half block; none from `last` on.
+def copy_half(
+    shared, source, turn, last, BITS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Start the copies of a turn's half block to its buffers, as one group; none from `last` on.
 
     They are masked, not skipped: a branch among `wgmma` would make each wait.
     """
-    half_ptrs = source[2] + turn // 2 * (BITS * 512) + turn % 2 * 256
-    for word in gl.static_range(BITS):
-        async_copy.async_copy_global_to_shared(
-            shared[1][word].index(turn % STAGES), half_ptrs + word * 512, mask=turn < last
-        )
-
-
-@gluon.jit
-def copy_x(shared, source, turn, last, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Start the copies of a turn's columns of x, and end the group of copies."""
-    x_ptrs, is_x, _ = source
+    xs, words = shared
+    x_ptrs, is_x, words_ptrs = source
+    slot = turn % STAGES
+    is_turn = turn < last
     for plane in gl.static_range(2):
         async_copy.async_copy_global_to_shared(
-            shared[0][plane].index(turn % STAGES), x_ptrs + (turn % HALVES) * 64 + 32 * plane,
-            mask=is_x & (turn < last),
-        )  # fmt: skip
+            xs[plane].index(slot), x_ptrs + (turn % HALVES) * 64 + 32 * plane, mask=is_x & is_turn
+        )
+    half_ptrs = words_ptrs + turn // 2 * (BITS * 512) + turn % 2 * 256
+    for word in gl.static_range(BITS):
+        async_copy.async_copy_global_to_shared(
+            words[word].index(slot), half_ptrs + word * 512, mask=is_turn
+        )
     async_copy.commit_group()
 
 
@@ -97,8 +96,7 @@ def multiply_blocks(
         async_copy.wait_group(STAGES - 3)
         fence_async_shared()
         windows = load_windows(words, (turn + 1) % STAGES, BITS, WARPS)
-        copy_words(shared, source, turn + STAGES - 1, last, BITS, STAGES)
-        copy_x(shared, source, turn + STAGES - 1, last, HALVES, STAGES)
+        copy_half(shared, source, turn + STAGES - 1, last, BITS, HALVES, STAGES)
         a0 = numbers_of_plane(windows, BITS, 0, CODEBOOK, ROUTES, WARPS)
     acc, rest, a0 = wait(0, acc, rest, a0, REST)
     return acc, rest, windows, a0
@@ -109,7 +107,7 @@ def multiply_tile(
     x_ptr, words_ptr, route_ids_ptr, y_ptr, first, num_rows, part, row_block,
     K: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr, BITS: gl.constexpr,
     CODEBOOK: gl.constexpr, ROUTES: gl.constexpr, REST: gl.constexpr, SPAN: gl.constexpr,
-    STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Row blocks of a matrix of BITS bits times ROUTES + REST rows of x."""
     HALVES: gl.constexpr = K // 64
@@ -137,14 +135,8 @@ def multiply_tile(
         buffers(gl.int32, BITS, [STAGES, 64, 4], words_s),
     )
     last = SPAN * HALVES
-    # Words are there before the launch before is done; x is not.
     for ahead in gl.static_range(STAGES - 1):
-        copy_words(shared, source, ahead, last, BITS, STAGES)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    for ahead in gl.static_range(STAGES - 1):
-        copy_x(shared, source, ahead, last, HALVES, STAGES)
+        copy_half(shared, source, ahead, last, BITS, HALVES, STAGES)
     async_copy.wait_group(STAGES - 2)
     fence_async_shared()
     windows = load_windows(shared[1], 0, BITS, WARPS)
@@ -200,6 +192,8 @@ def trellis_wgmma_kernel(
               not depend on other rows.
     Oracle    product_reference
     """
+    if PDL:
+        gdc_wait()
     HEIGHT: gl.constexpr = N // 128
     gl.static_assert(HEIGHT % SPAN == 0)
     gl.static_assert(N * K // 4 < 2**31)
@@ -213,9 +207,6 @@ def trellis_wgmma_kernel(
         expert, first, end = (tile * 0).to(gl.int64), tile * BLOCK_M, R.to(gl.int32)
     num_rows = gl.minimum(end - first, BLOCK_M)
     if num_rows <= 0:
-        # Whoever starts when this program has ended may count on all that was waited for here.
-        if PDL:
-            gdc_wait()
         return
     part = gl.program_id(0) * SPAN // HEIGHT
     matrix = expert * PARTS + part
@@ -232,5 +223,5 @@ def trellis_wgmma_kernel(
                     multiply_tile(
                         x_ptr, words_ptr, route_ids_ptr, y_ptr, first, num_rows, part, row_block,
                         K, N, PARTS, rate, CODEBOOK, ROUTES, 32 if size == 2 else 0, SPAN, STAGES,
-                        WARPS, PDL,
+                        WARPS,
                     )  # fmt: skip

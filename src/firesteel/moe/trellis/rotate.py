@@ -13,7 +13,7 @@ H8 by adding and subtracting what a thread has.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.tile import local_expert
 
@@ -153,7 +153,6 @@ def rotate_kernel(
     """
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     KP: gl.constexpr = (K + 127) // 128 * 128
     UNIT: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = block_layout(WARPS)
