@@ -142,6 +142,7 @@ class Shared:
         self.v = v
 
     dtype = property(lambda self: GLUON[self.v.dtype])
+    shape = property(lambda self: list(self.v.shape))
 
     def index(self, i: Any) -> Shared:
         return Shared(self.v[int(i)])
@@ -159,10 +160,18 @@ class Shared:
         self.v.copy_(value.v)
 
 
-def pairs_of(asm: str, words: torch.Tensor) -> torch.Tensor:
-    """32-bit results of PTX for each two 16-bit words."""
-    low, high = (words.long() & 0xFFFF).unflatten(-1, (-1, 2)).unbind(-1)
-    names = {"$1": low | high << 16}
+def registers_of(asm: str, inputs: list[torch.Tensor], outputs: int) -> list[torch.Tensor]:
+    """32-bit results of PTX for each two 16-bit words of its inputs."""
+    names: dict[str, torch.Tensor] = {"%lanemask_lt": integer(7, torch.int64)}
+    given: list[torch.Tensor] = []
+    for words in inputs:
+        if words.dtype == torch.int32:
+            # A number that all have; each of the two words has a register of it.
+            given += [words.long() & 0xFFFFFFFF] * 2
+            continue
+        low, high = (words.long() & 0xFFFF).unflatten(-1, (-1, 2)).unbind(-1)
+        given.append(low | high << 16)
+    names |= {f"${number}": register for number, register in enumerate(given, outputs)}
 
     def value(text: str) -> torch.Tensor:
         return names[text] if text in names else integer(int(text, 0), torch.int64)
@@ -176,11 +185,33 @@ def pairs_of(asm: str, words: torch.Tensor) -> torch.Tensor:
             assert given.pop() == "0xea"
             a, b, c = map(value, given)
             names[to] = a & b | c
+        elif found[1] == "prmt.b32":
+            names[to] = permuted(*map(value, given))
+        elif found[1] == "mov.u32":
+            names[to] = value(*given)
         else:
             a, b = map(value, given)
-            made = {"shr.u32": a >> b, "shl.b32": a << b, "and.b32": a & b}[found[1]]
+            made = {"shr.u32": a >> b, "shl.b32": a << b, "and.b32": a & b, "add.u32": a + b}
+            made = made[found[1]]
             names[to] = made & 0xFFFFFFFF
-    return names["$0"]
+    return [names[f"${number}"] for number in range(outputs)]
+
+
+def halves_of(registers: torch.Tensor) -> torch.Tensor:
+    """Both 16-bit halves of registers, side by side, as int16."""
+    halves = torch.stack([registers & 0xFFFF, registers >> 16], dim=-1).flatten(-2)
+    return torch.where(halves >= 1 << 15, halves - (1 << 16), halves).to(torch.int16)
+
+
+def permuted(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+    """Four bytes of the eight of a and b, which the low nibbles of the selector name."""
+    both_words, made = a | b << 32, integer(0, torch.int64)
+    for place in range(4):
+        nibble = selector >> (4 * place) & 15
+        # The high bit of a nibble would ask for the sign of a byte.
+        assert (nibble < 8).all()
+        made = made | (both_words >> (8 * nibble) & 255) << (8 * place)
+    return made
 
 
 class Machine:
@@ -274,6 +305,9 @@ class Machine:
     def reshape(self, value: Block, shape: list[int]) -> Block:
         return Block(value.v.reshape(shape), value.type.layout)
 
+    def join(self, a: Block, b: Block) -> Block:
+        return Block(torch.stack([a.v, b.v], dim=-1))
+
     def split(self, value: Block) -> tuple[Block, Block]:
         a, b = value.v.unbind(-1)
         return Block(a), Block(b)
@@ -286,13 +320,21 @@ class Machine:
         return Shared(torch.full(shape, math.nan if kind.is_floating_point else 77, dtype=kind))
 
     def inline_asm_elementwise(
-        self, asm: str, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
-    ) -> Block:
-        assert (constraints, pack) == ("=r,r", 2)
-        both_halves = pairs_of(asm, args[0].v)
-        halves = torch.stack([both_halves & 0xFFFF, both_halves >> 16], dim=-1).flatten(-2)
-        words = torch.where(halves >= 1 << 15, halves - (1 << 16), halves).to(torch.int16)
-        return Block(words.view(TORCH[dtype]), args[0].type.layout)
+        self, asm: Any, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        inputs = [each.v for each in args]
+        letters = ["r" * (1 + (each.dtype == torch.int32)) for each in inputs]
+        assert constraints == ",".join(["=r"] * len(dtypes) + list("".join(letters)))
+        assert pack == (2 if args else 1)
+        registers = registers_of(getattr(asm, "value", asm), inputs, len(dtypes))
+        found = tuple(
+            Block(register.to(torch.int32))
+            if TORCH[kind] == torch.int32
+            else Block(halves_of(register).view(TORCH[kind]), args[0].type.layout)
+            for register, kind in zip(registers, dtypes, strict=True)
+        )
+        return found if isinstance(dtype, tuple) else found[0]
 
     def static_range(self, *ends: int) -> range:
         return range(*ends)

@@ -46,6 +46,8 @@ def _fp4(element: str, **changes: Any) -> dict[str, StoredWeights]:
 
 
 LONG = replace(SMALL, hidden_size=2048)
+NF3 = dict.fromkeys(("w13", "w2"), StoredWeights.nf3())
+NF3_BIASED = dict.fromkeys(("w13", "w2"), StoredWeights.nf3(has_bias=True))
 CASES = {
     "g128": SMALL,
     "g64": replace(SMALL, **_stored(64)),
@@ -72,6 +74,15 @@ CASES = {
     "nvfp4-fp16-relu2": replace(
         SMALL, dtype="fp16", activation=Activation(name="relu2"), **_fp4("nvfp4")
     ),
+    "nf3": replace(SMALL, **NF3),
+    "nf3-ragged": replace(SMALL, **RAGGED, **NF3_BIASED),
+    "nf3-fp16": replace(SMALL, dtype="fp16", **NF3),
+    "nf3-relu2-split": replace(LONG, activation=Activation(name="relu2"), **NF3),
+    "int3-g128": replace(SMALL, **_stored(128, element="int3")),
+    "int3-g32-asym-ragged": replace(
+        SMALL, **RAGGED, **_stored(32, element="int3", has_zero_points=True)
+    ),
+    "int3-fp16": replace(SMALL, dtype="fp16", **_stored(64, element="int3", scale="fp16")),
     "int4-and-nvfp4": replace(SMALL, w2=StoredWeights.fp4("nvfp4")),
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from firesteel.formats.quantize import parse_recipe
 from firesteel.launch import Plan, plan
 from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import FP4_FORMATS, GROUP_SIZES, MoeSpec, geometry
+from firesteel.moe.spec import GROUP_SIZES, NAMED_FORMATS, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
 from firesteel.moe.tuning import TileTable
 from firesteel.moe.tuning_file import default_table, find_table
@@ -136,15 +136,16 @@ def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[MoeS
 def _named(model: str, choice: PlanChoice) -> MoeSpec:
     name = choice.recipe or _DEFAULT_RECIPE
     recipe = parse_recipe(name)
-    if name in FP4_FORMATS:
+    if name in NAMED_FORMATS:
         return geometry(model, tensor_parallel=choice.tp, element=name)
-    if recipe.element != "int4" or recipe.group_size not in GROUP_SIZES:
+    if recipe.element not in ("int3", "int4") or recipe.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"recipe: got {name!r}, kernels exist for {RECIPES}")
 
     def sized(group_size: int) -> MoeSpec:
         return geometry(
             model,
             tensor_parallel=choice.tp,
+            element=recipe.element,
             group_size=group_size,
             has_zero_points=recipe.has_zero_points,
         )
@@ -152,7 +153,9 @@ def _named(model: str, choice: PlanChoice) -> MoeSpec:
     try:
         return sized(recipe.group_size)
     except UnsupportedError as error:
-        fitting = [f"int4-g{size}" for size in GROUP_SIZES if _is_supported(sized, size)]
+        fitting = [
+            f"{recipe.element}-g{size}" for size in GROUP_SIZES if _is_supported(sized, size)
+        ]
         raise UnsupportedError(
             f"--recipe: got {name}, must be one of {', '.join(fitting) or 'none'} for {model}: "
             f"{error}"

@@ -93,7 +93,7 @@ def add_and_store(
 ):  # fmt: skip
     """Rows of y from products `[rows of w2, routes]` of routes START.. of a tile."""
     dtype: gl.constexpr = y_ptr.dtype.element_ty
-    if ELEMENT != "int4":
+    if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
         acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
     if bias_ptr is not None:
         bias_ptr += expert * K
@@ -111,7 +111,7 @@ def store_sums(
     ROWS: gl.constexpr = acc.shape[0]
     q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     m = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    if ELEMENT != "int4":
+    if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
         dtype: gl.constexpr = x_ptr.dtype.element_ty
         unit = fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
         other = unit
