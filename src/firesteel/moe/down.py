@@ -1,5 +1,5 @@
 # pyright: basic
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201
 """FC2 of the MoE layer: the down product of packed weights, one row a route."""
 

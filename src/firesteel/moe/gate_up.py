@@ -157,11 +157,12 @@ def gate_up_kernel(
     partials      [SPLIT_K, R, P*N]    fp32         contiguous        in hidden's place; or None
 
     P is 2 (gate rows, then up rows), or 1 where the activation has no up. N / 64 and K / 128 are
-    rounded up, and codes past N and K are 0; 3-bit codes are [.., 3, 64, 8]. Rows of x lie stride_x times 16 bytes apart. Packed
-    mode writes hidden[p] at place p of `route_ids`. Direct mode takes one route a tile and writes
-    hidden[r]; the rows of routes without an expert stay. With partials (direct mode) a program sums
-    one of SPLIT_K spans of K and writes its products as they are: `activate_kernel` does the rest.
-    JOINT multiplies gate and up rows as one operand, each with warps of its own.
+    rounded up, and codes past N and K are 0; 3-bit codes are [.., 3, 64, 8]. Rows of x lie stride_x
+    times 16 bytes apart. Packed mode writes hidden[p] at place p of `route_ids`. Direct mode takes
+    one route a tile and writes hidden[r]; the rows of routes without an expert stay. With partials
+    (direct mode) a program sums one of SPLIT_K spans of K and writes its products as they are:
+    `activate_kernel` does the rest. JOINT multiplies gate and up rows as one operand, each with
+    warps of its own.
 
     Grid      (ceil(N / BLOCK_N), tiles, SPLIT_K), with R tiles in direct mode; tiles past the last
               return.

@@ -1,7 +1,7 @@
 # pyright: basic
 # pyright: reportAssignmentType=false, reportRedeclaration=false, reportArgumentType=false
 # pyright: reportReturnType=false, reportOperatorIssue=false
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 """Codes of 3 bits to numbers: NF3, and integers, by tables of eight 16-bit numbers.
 
 A block of 128 columns is three runs of 8 words of 16 bits a row (`formats.packed.pack_codes`): four
@@ -218,7 +218,7 @@ def narrow_numbers(
         a, b, c, d = looked_up(words, dtype, ELEMENT, HAS_ZEROS)
         numbers = side_by_side(a, b, c, d)
     else:
-        # Code i of word 2t + u is of column 16u + 8 * (i / 2) + 2t + i % 2: [rows, 8, i % 2, i / 2].
+        # Code i of word 2t + u is of column 16u + 8 * (i / 2) + 2t + i % 2.
         low, high = tl.join(words & 7, (words >> 4) & 7), tl.join((words >> 8) & 7, words >> 12)
         split = tl.reshape(tl.join(low, high), (words.shape[0], 4, 2, 2, 2))
         codes = tl.reshape(tl.permute(split, (0, 2, 4, 1, 3)), (words.shape[0], 32))

@@ -203,9 +203,9 @@ def copy_block(
     source is x_ptrs at column 0, which of its rows there are, and the columns of a copy; words_ptrs
     at block 0 (`words_of_rows`) and their rows; scales_ptrs and zeros_ptrs (a tuple of one, or
     empty) `[ROWS]` at group 0 and their rows. shared is tuples of buffers: of x, one or one a
-    plane; of words (`word_buffers`); of scales and of zero points one a group of a block. W has PARTS matrices of
-    HEIGHT rows and K columns; ROWS are the operand's of one row block, and a program has SPAN of
-    those.
+    plane; of words (`word_buffers`); of scales and of zero points one a group of a block. W has
+    PARTS matrices of HEIGHT rows and K columns; ROWS are the operand's of one row block, and a
+    program has SPAN of those.
     """
     NUM_BLOCKS: gl.constexpr = (K + 127) // 128
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE

@@ -7,8 +7,8 @@
 
 A program multiplies row blocks of W by 8 or 16 routes with `mma.sync`, W on the left. Codes, scales
 and x all come by `cp.async`, blocks of 128 columns STAGES - 1 ahead, so that nothing in the loop
-waits for memory but for the block itself. But of FP4, products of a group are summed, then scaled in
-fp32.
+waits for memory but for the block itself. Products of a group are summed, then scaled in fp32; FP4
+weights are scaled before.
 """
 
 from triton.experimental import gluon

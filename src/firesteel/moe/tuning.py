@@ -11,7 +11,8 @@ expert. A layer takes the rows of the nearest shape, so that a table serves ever
 
 Tables change how fast a layer runs, and the rounding of its results: the last bits where sums are
 split otherwise, and more, but for FP4, in tiles of over 16 routes of mode "wgmma", whose kernels
-round each weight once to 16 bits before the product. `firesteel.moe.tuning_file` reads and writes them.
+round each weight once to 16 bits before the product. `firesteel.moe.tuning_file` reads and writes
+them.
 """
 
 from __future__ import annotations
