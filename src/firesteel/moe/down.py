@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import add_block, find_tile, fp4_unit, load_columns, word_offsets
+from firesteel.moe.tile import add_block, find_tile, load_columns, unit_of_sums, word_offsets
 
 __all__ = ["down_kernel"]
 
@@ -141,9 +141,9 @@ def down_kernel(
             PAIRS,
         )
         if block == NUM_BLOCKS - 1:
-            if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
+            if ELEMENT != "int4" and ELEMENT != "int3":
                 dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-                acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
+                acc *= unit_of_sums(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + expert * K + k, mask=k < K, other=0.0)
                 acc += bias.to(tl.float32)[:, None]

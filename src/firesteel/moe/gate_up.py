@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import activate, add_block, find_tile, fp4_unit, load_columns, word_offsets
+from firesteel.moe.tile import (
+    activate,
+    add_block,
+    find_tile,
+    load_columns,
+    unit_of_sums,
+    word_offsets,
+)
 
 __all__ = ["gate_up_kernel"]
 
@@ -91,10 +98,10 @@ def in_units(
     ELEMENT: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """Sums of `add_block` times what they lack, which gate and up each have of their own."""
-    if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
-        gate *= fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
+    if ELEMENT != "int4" and ELEMENT != "int3":
+        gate *= unit_of_sums(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
         if PARTS == 2:
-            up *= fp4_unit(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
+            up *= unit_of_sums(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
     return gate, up
 
 

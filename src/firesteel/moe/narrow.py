@@ -20,10 +20,7 @@ import triton.language as tl
 __all__ = ["e5m3_scales", "looked_up", "narrow_numbers", "narrow_words", "side_by_side"]
 
 _MAGNITUDES = (0.1279296875, 0.35546875, 0.60546875, 1.0)
-# 16 times each value, as `e5m3_scales` has a sixteenth of each scale.
-_NF3 = tuple(-16 * value for value in reversed(_MAGNITUDES)) + tuple(
-    16 * value for value in _MAGNITUDES
-)
+_NF3 = (*(-value for value in reversed(_MAGNITUDES)), *_MAGNITUDES)
 
 
 def _bits(value: float, *, is_bf16: bool) -> int:
@@ -76,8 +73,9 @@ def _word(data: list[int]) -> str:
 
 _CODES = tuple(map(float, range(8)))
 _CENTRED = tuple(code - 4 for code in _CODES)
-_NF3_BF16 = _table(_NF3, is_bf16=True)
-_NF3_FP16 = _table(_NF3, is_bf16=False)
+# As `numbers_of_codes` has them.
+_NF3_BF16 = _table(tuple(2.0**56 * value for value in _NF3), is_bf16=True)
+_NF3_FP16 = _table(tuple(16 * value for value in _NF3), is_bf16=False)
 _CODES_BF16 = _table(_CODES, is_bf16=True)
 _CODES_FP16 = _table(_CODES, is_bf16=False)
 _CENTRED_BF16 = _table(_CENTRED, is_bf16=True)
@@ -137,7 +135,8 @@ def looked_up(words, dtype: tl.constexpr, ELEMENT: tl.constexpr, HAS_ZEROS: tl.c
     """Numbers of words `[rows, 8]` as four tensors of that shape; number q of 4, column c of 8 is
     that of column 8q + c of the plane.
 
-    Of nf3 16 times the value; of int3 the code, less 4 where no zero points are stored. All exact.
+    Of nf3 2**56 times the value, of fp16 16 times; of int3 the code, less 4 where no zero points
+    are stored. All exact.
     """
     if dtype == tl.bfloat16:
         if ELEMENT == "nf3":
@@ -197,8 +196,8 @@ def numbers_of_codes(codes, dtype: tl.constexpr, ELEMENT: tl.constexpr, HAS_ZERO
     """What `looked_up` has in its tables, without tables."""
     if ELEMENT == "nf3":
         place = tl.where(codes < 4, 3 - codes, codes - 4)
-        size = tl.where(place < 2, tl.where(place == 0, 2.046875, 5.6875), 9.6875)
-        size = tl.where(place == 3, 16.0, size)
+        size = tl.where(place == 0, 0.1279296875, tl.where(place == 1, 0.35546875, 0.60546875))
+        size = tl.where(place == 3, 1.0, size) * (16.0 if dtype == tl.float16 else 2.0**56)
         numbers = tl.where(codes < 4, -size, size)
     elif HAS_ZEROS:
         numbers = codes.to(tl.float32)
@@ -227,11 +226,16 @@ def narrow_numbers(
 
 
 @triton.jit
-def e5m3_scales(bits, dtype: tl.constexpr):
-    """A sixteenth of each scale from its byte, exactly: bits 7 to 14 of an fp16."""
-    if dtype == tl.bfloat16:
-        # Moved so, an E5M3 number is a bf16 2**-112 times the fp16 that it is in the other way.
-        scales = (bits.to(tl.int16) << 4).to(tl.bfloat16, bitcast=True) * (2.0**112)
-    else:
+def e5m3_scales(bits, x_dtype: tl.constexpr, dtype: tl.constexpr):
+    """Scales of nf3 from their bytes in dtype, exactly, times what makes a number of `looked_up`
+    times them 2**-60 of a weight where x is bf16 or fp32, and where it is fp16 a weight.
+
+    So a byte is moved to where dtype has exponent and mantissa, and that is all.
+    """
+    if x_dtype == tl.float16:
         scales = (bits.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(dtype)
+    elif dtype == tl.bfloat16:
+        scales = (bits.to(tl.int16) << 4).to(tl.bfloat16, bitcast=True)
+    else:
+        scales = (bits.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return scales

@@ -125,7 +125,7 @@ def codes_of_plane(words, zero, like, PLANE: gl.constexpr, LAYOUT: gl.constexpr,
 
 @gluon.jit
 def fp4_of_plane(words, scales, like, PLANE: gl.constexpr):
-    """FP4 weights of a plane, exactly, but for what `fp4_unit` has; scales are `fp4_scales`.
+    """FP4 weights of a plane, exactly, but for what `unit_of_sums` has; scales are `fp4_scales`.
 
     Of groups of 16 columns a plane has two.
     """

@@ -91,7 +91,7 @@ def add_grouped_block(
     for span in gl.static_range(GROUPS):
         scale = scales[span].index(slot).load(gl.SliceLayout(1, sum_l))
         if ELEMENT == "nf3":
-            scale = e5m3_scales(scale, gl.float32)
+            scale = e5m3_scales(scale, x.dtype, gl.float32)
         scale = scale.to(gl.float32)
         zero = ()
         if len(zeros) > 0:

@@ -207,7 +207,7 @@ def add_grouped_block(
             mask = (column < K) if is_out is None else is_out & (column < K)
         scale = load_where(scales_ptrs + group * ROWS, mask)
         if ELEMENT == "nf3":
-            scale = e5m3_scales(scale, tl.float32)
+            scale = e5m3_scales(scale, x0.dtype, tl.float32)
         scale = scale.to(tl.float32)
         if HAS_ZEROS:
             zero = load_where(zeros_ptrs + group * ROWS, mask).to(tl.float32)[:, None]
@@ -305,7 +305,7 @@ def e2m1_of_plane(words, dtype: tl.constexpr, PLANE: tl.constexpr, PAIRS: tl.con
 def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
     """Scales from their bytes, times what makes `e2m1_of_plane` times them 2**-s of a weight.
 
-    s is what `fp4_unit` multiplies back. With it a weight is exact in bf16 for MXFP4 scales of
+    s is what `unit_of_sums` multiplies back. With it a weight is exact in bf16 for MXFP4 scales of
     2**-100 to 2**33 and every NVFP4 scale, and in fp16 for 2**-23 to 2 and every NVFP4 scale. A
     smaller scale gives weights that are off by at most 2**-102, or 2**-25 in fp16; a larger one
     infinite weights, which `moe.supports` refuses.
@@ -329,14 +329,20 @@ def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def fp4_unit(
+def unit_of_sums(
     global_scale_ptr, matrix, dtype: tl.constexpr, ELEMENT: tl.constexpr, DIVIDES: tl.constexpr
 ):
-    """What a sum of products with FP4 weights lacks: 2**s, and the scale of the whole matrix.
+    """What a sum of products with FP4 or nf3 weights lacks: 2**s, and the scale of the matrix.
 
-    Both are one factor, which is infinite for a matrix-wide scale of 2**96 and more.
+    s is what `fp4_scales` and `e5m3_scales` leave. Both are one factor, which is infinite for a
+    matrix-wide scale of 2**96 and more.
     """
-    UNIT: tl.constexpr = 2.0**32 if dtype != tl.float16 else 1.0 if ELEMENT == "mxfp4" else 256.0
+    if ELEMENT == "nf3":
+        UNIT: tl.constexpr = 1.0 if dtype == tl.float16 else 2.0**60
+    elif dtype != tl.float16:
+        UNIT: tl.constexpr = 2.0**32
+    else:
+        UNIT: tl.constexpr = 1.0 if ELEMENT == "mxfp4" else 256.0
     unit = tl.cast(UNIT, tl.float32)
     if global_scale_ptr is not None:
         scale = tl.load(global_scale_ptr + matrix)
@@ -350,7 +356,7 @@ def add_fp4_block(
     K: tl.constexpr, ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """As `add_grouped_block`, but that the product lacks what `fp4_unit` has.
+    """As `add_grouped_block`, but that the product lacks what `unit_of_sums` has.
 
     Every weight is scaled by itself, exactly, so that all products add up in one sum.
     """

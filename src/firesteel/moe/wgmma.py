@@ -64,7 +64,7 @@ def load_block(
         if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
             loaded = fp4_scales(loaded, xs[0].dtype, ELEMENT)
         elif ELEMENT == "nf3":
-            loaded = e5m3_scales(loaded, xs[0].dtype)
+            loaded = e5m3_scales(loaded, xs[0].dtype, xs[0].dtype)
         scale = scale + (loaded,)
     for span in gl.static_range(len(zeros)):
         zero = zero + (zeros[span].index(slot).load(row),)
