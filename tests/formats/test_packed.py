@@ -81,6 +81,14 @@ def test_a_block_is_laid_out_as_documented(element: str) -> None:
     assert [code_at(block, element, column) for column in range(128)] == codes.tolist()
 
 
+def test_the_documented_example_of_3_bits_holds() -> None:
+    codes = torch.zeros(128, dtype=torch.uint8)
+    codes[[2, 3, 98, 99]] = torch.tensor([5, 1, 6, 3], dtype=torch.uint8)
+    runs = pack_codes(codes, "nf3").view(3, 16)
+    assert runs.nonzero().tolist() == [[0, 4], [1, 4], [2, 4]]
+    assert runs[:, 4].tolist() == [0x95, 0x88, 0x08]
+
+
 @given(
     n=st.sampled_from((1, 63, 64, 65, 128, 130)),
     num_blocks=st.integers(1, 3),
