@@ -123,9 +123,12 @@ def test_max_tokens_is_the_operators(monkeypatch):
         ),
         (("--checkpoint", CHECKPOINTS / "modelopt-nvfp4-w4-g16-sym"), "nvfp4-multiplier"),
         (("--checkpoint", LITTLE / "bf16", "--recipe", "nvfp4"), "nvfp4-divisor"),
+        (("--model", "glm-5.2", "--tp", 4, "--recipe", "nf3"), "nf3"),
+        (("--model", "gpt-oss-120b", "--recipe", "int3-g64"), "int3-g64-bias"),
+        (("--checkpoint", LITTLE / "bf16", "--recipe", "int3-g32"), "int3-g32"),
     ],
 )
-def test_fp4_is_planned_by_name_and_from_checkpoints(arguments: tuple, stored: str):
+def test_others_than_int4_are_planned_by_name_and_from_checkpoints(arguments: tuple, stored: str):
     found = invoke_json("plan", *arguments, "--max-tokens", 4, "--ids", "int32")
     assert found["title"].startswith(f"MoE {stored} K=")
 
@@ -136,9 +139,12 @@ def test_fp4_is_planned_by_name_and_from_checkpoints(arguments: tuple, stored: s
         ((), ["--model, --checkpoint: got neither, must be exactly one"]),
         (("--model", "glm-5.2", "--checkpoint", LITTLE), ["got both"]),
         (("--model", "glm-9"), ["model: got 'glm-9'", "glm-5.2", "mixtral-8x7b"]),
-        (("--model", "glm-5.2", "--recipe", "int8-g128"), ["'int8-g128'", "int4-g128"]),
-        (("--model", "glm-5.2", "--recipe", "int4-g256"), ["kernels exist for int4-g32"]),
-        (("--model", "glm-5.2", "--recipe", "int3-g32"), ["mxfp4 and nvfp4"]),
+        (("--model", "glm-5.2", "--recipe", "int8-g128"), ["'int8-g128'", "int3 and int4"]),
+        (
+            ("--model", "glm-5.2", "--recipe", "int4-g256"),
+            ["kernels exist for int3 and int4 with -g32"],
+        ),
+        (("--model", "glm-5.2", "--recipe", "int8-channel"), ["mxfp4, nvfp4 and nf3"]),
         (("--model", "glm-5.2", "--recipe", "nvfp4-g16"), ["recipe: got 'nvfp4-g16', must be"]),
         (("--model", "glm-5.2", "--recipe", "int4"), ["recipe: got 'int4', must be"]),
         (("--model", "glm-5.2", "--tp", 3), ["tensor_parallel: got 3", "2048"]),
@@ -154,7 +160,10 @@ def test_fp4_is_planned_by_name_and_from_checkpoints(arguments: tuple, stored: s
         (("--checkpoint", "nowhere"), ["nowhere", "must be a folder"]),
         (("--checkpoint", LITTLE / "bf16"), ["layers 0, 1, 2, 3", "stored plain", "--recipe"]),
         (("--checkpoint", LITTLE / "int4-g128", "--recipe", "int4-g32"), ["quantised already"]),
-        (("--checkpoint", LITTLE / "bf16", "--recipe", "int8-g128"), ["int8, must be int4"]),
+        (
+            ("--checkpoint", LITTLE / "bf16", "--recipe", "int8-g128"),
+            ["int8, must be one of int3, int4"],
+        ),
         (("--checkpoint", CHECKPOINTS / "llmcompressor-ct-w8-g32-sym-attn-sharded"), ["int8"]),
     ],
 )

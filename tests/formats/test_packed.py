@@ -59,15 +59,17 @@ def code_at(block: Tensor, element: str, column: int) -> int:
     data = [int(byte) for byte in block]
     if element == "int8":
         return data[column]
-    width = 16 if element in ("int3", "nf3") else 32
-    plane, j = divmod(column, width)
+    plane, j = divmod(column, 32)
+    if element in ("int3", "nf3"):
+        place, shift = j % 8 // 2 * 4 + j // 8, 4 * (j % 2)
+        if plane < 3:
+            return data[16 * plane + place] >> shift & 7
+        return sum((data[16 * p + place] >> (shift + 3) & 1) << p for p in range(3))
     word = data[2 * j] | data[2 * j + 1] << 8
     if element == "e2m1":
         sign, lowest = (15, 12, 14, 13)[plane], (6, 3, 0, 9)[plane]
         return (word >> sign & 1) << 3 | word >> lowest & 7
-    if element == "int4":
-        return word >> (4 * plane) & 15
-    return (word >> (2 * plane) & 3) | (data[32 + j] >> plane & 1) << 2
+    return word >> (4 * plane) & 15
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -77,6 +79,14 @@ def test_a_block_is_laid_out_as_documented(element: str) -> None:
     codes = torch.randint(0, 1 << bits, (128,), dtype=torch.uint8, generator=generator)
     block = pack_codes(codes, element)[0]
     assert [code_at(block, element, column) for column in range(128)] == codes.tolist()
+
+
+def test_the_documented_example_of_3_bits_holds() -> None:
+    codes = torch.zeros(128, dtype=torch.uint8)
+    codes[[2, 3, 98, 99]] = torch.tensor([5, 1, 6, 3], dtype=torch.uint8)
+    runs = pack_codes(codes, "nf3").view(3, 16)
+    assert runs.nonzero().tolist() == [[0, 4], [1, 4], [2, 4]]
+    assert runs[:, 4].tolist() == [0x95, 0x88, 0x08]
 
 
 @given(
@@ -93,11 +103,16 @@ def test_tiled_rows_come_back_and_spare_rows_are_zero(
     blocks = torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
     tiles = tile_rows(blocks)
     num_tiles = -(-n // TILE_ROWS)
-    assert tiles.shape == (*lead, num_tiles, num_blocks, TILE_ROWS, size)
-    assert torch.equal(untile_rows(tiles, n), blocks)
+    tile = (3, TILE_ROWS, 16) if size == 48 else (TILE_ROWS, size)
+    assert tiles.shape == (*lead, num_tiles, num_blocks, *tile)
+    assert torch.equal(untile_rows(tiles, n).reshape(blocks.shape), blocks)
     for row in range(n):
-        assert torch.equal(tiles[..., row // 64, :, row % 64, :], blocks[..., row, :, :])
-    assert (untile_rows(tiles, num_tiles * TILE_ROWS)[..., n:, :, :] == 0).all()
+        held = tiles.select(len(lead), row // 64).select(-2, row % 64)
+        assert torch.equal(held.reshape(*lead, num_blocks, size), blocks[..., row, :, :])
+    spare = untile_rows(tiles, num_tiles * TILE_ROWS).narrow(
+        len(lead), n, num_tiles * TILE_ROWS - n
+    )
+    assert (spare == 0).all()
 
 
 @given(
@@ -146,6 +161,9 @@ def test_any_size_comes_back_from_the_documented_addresses(
             tile = (index * parts + part) * num_tiles + row // 64
             block = (tile * num_blocks + column // 128) * 64 + row % 64
             stored = data[block * 16 * bits : (block + 1) * 16 * bits]
+            if bits == 3:
+                starts = [block // 64 * 3072 + 1024 * i + block % 64 * 16 for i in range(3)]
+                stored = torch.cat([data[start : start + 16] for start in starts])
             assert code_at(stored, element, column % 128) == matrix.codes[row, column]
             group = column // scheme.group_size
             bits_stored = packed.scales[index, group, part * n + row].view(torch.float16)

@@ -52,6 +52,7 @@ SPECS: dict[str, tuple[Spec, int]] = {
         replace(TINY, w13=StoredWeights.fp4("nvfp4"), w2=StoredWeights.fp4("nvfp4", has_bias=True)),
         300,
     ),
+    "moe-nf3": (replace(TINY, w13=StoredWeights.nf3(), w2=StoredWeights.nf3()), 300),
     "moe-mxfp4": (replace(TINY, w13=StoredWeights.fp4("mxfp4")), 300),
     "glm-5.2-tp4": (geometry("glm-5.2", tensor_parallel=4), 3072),
 }

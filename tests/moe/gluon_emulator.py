@@ -148,6 +148,7 @@ class Shared:
         self.v = v
 
     dtype = property(lambda self: GLUON[self.v.dtype])
+    shape = property(lambda self: list(self.v.shape))
 
     def index(self, i: Any) -> Shared:
         return Shared(self.v[int(i)])
@@ -165,11 +166,14 @@ class Shared:
         self.v.copy_(value.v)
 
 
-def register_of(value: Block, kind: str, pack: int) -> np.ndarray:
-    """What an operand of inline assembly finds in a register: so many elements, side by side."""
-    assert value.v.itemsize * pack == {"r": 4, "h": 2}[kind]
+def registers_of(value: Block, kind: str, pack: int) -> list[np.ndarray]:
+    """What an operand of inline assembly finds in registers: so many elements each, side by side."""
     word = {"r": torch.int32, "h": torch.int16}[kind]
-    return value.v.contiguous().view(word).numpy().view({"r": "u4", "h": "u2"}[kind])
+    found = value.v.contiguous().view(word).numpy().view({"r": "u4", "h": "u2"}[kind])
+    # Numbers that fill a register have one for each element.
+    count = value.v.itemsize * pack // {"r": 4, "h": 2}[kind]
+    assert count in (1, 2)
+    return [found] * count
 
 
 class Machine:
@@ -268,6 +272,9 @@ class Machine:
     def reshape(self, value: Block, shape: list[int]) -> Block:
         return Block(value.v.reshape(shape), value.type.layout)
 
+    def join(self, a: Block, b: Block) -> Block:
+        return Block(torch.stack([a.v, b.v], dim=-1))
+
     def split(self, value: Block) -> tuple[Block, Block]:
         a, b = value.v.unbind(-1)
         return Block(a), Block(b)
@@ -286,13 +293,23 @@ class Machine:
         return Shared(torch.full(shape, math.nan if kind.is_floating_point else 77, dtype=kind))
 
     def inline_asm_elementwise(
-        self, asm: str, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
-    ) -> Block:
-        to, *kinds = constraints.split(",")
-        assert to == "=r"
-        given = [register_of(*pair, pack) for pair in zip(args, kinds, strict=True)]
-        words = torch.from_numpy(ptx.execute(asm, given).view("i4"))
-        return Block(words.view(TORCH[dtype]), args[0].type.layout)
+        self, asm: Any, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
+    ) -> Any:
+        """As Triton's; several elements of 32 bits in an asm are those of a number that all have."""
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        kinds = constraints.split(",")
+        assert kinds[: len(dtypes)] == ["=r"] * len(dtypes)
+        given: list[np.ndarray] = []
+        for arg in args:
+            given += registers_of(arg, kinds[len(dtypes) + len(given)], pack)
+        assert len(given) == len(kinds) - len(dtypes)
+        made = ptx.execute(getattr(asm, "value", asm), given, outputs=len(dtypes))
+        layout = args[0].type.layout if args else None
+        found = tuple(
+            Block(torch.from_numpy(register.view("i4")).view(TORCH[kind]), layout)
+            for register, kind in zip(made, dtypes, strict=True)
+        )
+        return found if isinstance(dtype, tuple) else found[0]
 
     def static_range(self, *ends: int) -> range:
         return range(*ends)

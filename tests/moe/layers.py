@@ -91,7 +91,7 @@ def _stack(
 ) -> tuple[PackedWeights, Tensor]:
     scheme = Scheme(
         format="compressed-tensors",
-        element="int4" if stored.element == "int4" else "e2m1",
+        element="e2m1" if "fp4" in stored.element else stored.element,
         n=n,
         k=k,
         group_size=stored.group_size,
@@ -104,10 +104,11 @@ def _stack(
     shape = (n, scheme.num_groups)
     for expert in range(spec.num_experts):
         for part in range(parts):
-            codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+            end = 1 << scheme.bits
+            codes = torch.randint(0, end, (n, k), generator=generator, dtype=torch.uint8)
             zero_points = None
             if stored.has_zero_points:
-                zero_points = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+                zero_points = torch.randint(0, end, shape, generator=generator, dtype=torch.uint8)
             matrix = QuantizedMatrix(
                 codes=codes,
                 scales=_scales(stored, shape, generator),
@@ -125,6 +126,8 @@ def _scales(stored: StoredWeights, shape: tuple[int, int], generator: torch.Gene
     spread = (torch.rand(shape, generator=generator) + 0.5) * 0.02
     if stored.scale == "e8m0":
         return torch.randint(118, 123, shape, generator=generator).to(torch.uint8)
+    if stored.scale == "e5m3":
+        return torch.randint(32, 64, shape, generator=generator).to(torch.uint8)
     if stored.scale == "e4m3":
         return (spread * 12800).to(torch.float8_e4m3fn)
     return spread.to(_SCALES[stored.scale])

@@ -20,36 +20,48 @@ Register = NDArray[np.unsignedinteger]
 _OPERAND = re.compile(r"\{[^}]*\}|[^,{}\s]+")
 
 
-def execute(asm: str, given: Sequence[Register]) -> Register:
-    """What is left in $0, of $1, $2.. as given."""
-    registers = {f"${number}": value for number, value in enumerate(given, start=1)}
+def execute(asm: str, given: Sequence[Register], outputs: int = 1) -> list[Register]:
+    """What is left in $0.., so many, of those after them as given."""
+    registers = {f"${number}": value for number, value in enumerate(given, start=outputs)}
+    registers["%lanemask_lt"] = np.array([7], dtype=np.uint32)
     with np.errstate(all="ignore"):
-        for function, to, operands in _statements(asm):
-            registers[to] = function(*(_value(operand, registers) for operand in operands))
-    return registers["$0"]
+        for function, to, operands in _statements(asm, outputs):
+            made = function(*(_value(operand, registers) for operand in operands))
+            if to.startswith("{"):
+                low, high = _names(to)
+                registers[low] = made.astype(np.uint16)
+                registers[high] = (made >> np.uint32(16)).astype(np.uint16)
+            else:
+                registers[to] = made
+    return [registers[f"${number}"] for number in range(outputs)]
+
+
+def _names(operand: str) -> list[str]:
+    """`{low, high}`, or a name alone."""
+    return [name.strip() for name in operand.strip("{}").split(",")]
 
 
 @cache
-def _statements(asm: str) -> list[tuple[Callable[..., Register], str, list[str]]]:
+def _statements(asm: str, outputs: int) -> list[tuple[Callable[..., Register], str, list[str]]]:
     """Of each instruction what it does, where to, and its operands."""
     found: list[tuple[Callable[..., Register], str, list[str]]] = []
-    written = {"$0"}
+    written = {f"${number}" for number in range(outputs)}
     lines = [line.strip() for line in re.sub(r"^\s*\{(.*)\}\s*$", r"\1", asm).split(";")]
     assert not lines.pop(), "the last one does not end"
     for line in lines:
         name, rest = line.split(maxsplit=1)
         if name == ".reg":
-            written |= set(rest.removeprefix(".b32").replace(",", " ").split())
+            written |= set(rest.removeprefix(".b32").removeprefix(".b16").replace(",", " ").split())
             continue
         to, *operands = _OPERAND.findall(rest)
-        assert to in written, f"{to} is no register"
+        assert set(_names(to)) <= written, f"{to} is no register"
         found.append((_INSTRUCTIONS[name], to, operands))
     return found
 
 
 def _value(operand: str, registers: dict[str, Register]) -> Register:
     if operand.startswith("{"):
-        low, high = (registers[name.strip()] for name in operand.strip("{}").split(","))
+        low, high = (registers[name] for name in _names(operand))
         assert low.dtype == high.dtype == np.uint16
         return _joined(low, high)
     return registers[operand] if operand in registers else _number(operand)
@@ -89,10 +101,10 @@ def _prmt(a: Register, b: Register, selector: Register) -> Register:
     """Bytes of b, a by the four digits of the selector; 8 more: its sign instead."""
     made = np.zeros(1, dtype=np.uint32)
     for place in range(4):
-        digit = int(selector[0]) >> 4 * place & 15
-        byte = (a, b)[digit >> 2 & 1] >> np.uint32(digit % 4 * 8) & np.uint32(255)
-        if digit & 8:
-            byte = (byte >> np.uint32(7)) * np.uint32(255)
+        digit = selector >> np.uint32(4 * place) & np.uint32(15)
+        word = np.where(digit & np.uint32(4), b, a)
+        byte = word >> digit % np.uint32(4) * np.uint32(8) & np.uint32(255)
+        byte = np.where(digit & np.uint32(8), (byte >> np.uint32(7)) * np.uint32(255), byte)
         made = made | byte << np.uint32(8 * place)
     return made
 
@@ -125,6 +137,8 @@ def _fma(
 
 _INSTRUCTIONS: dict[str, Callable[..., Register]] = {
     "mov.b32": _mov,
+    "mov.u32": _mov,
+    "add.u32": lambda a, b: a + b,
     "and.b32": lambda a, b: a & b,
     "shl.b32": _shl,
     "shr.u32": _shr,

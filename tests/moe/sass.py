@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firesteel.launch import LaunchKey
+from firesteel.moe.spec import BITS
 
 # Columns of a block of packed weights, the least that a turn takes.
 BLOCK_COLUMNS = 128
@@ -162,9 +163,10 @@ def weigh(text: str, key: LaunchKey) -> Turn:
         raise ValueError(f"products: got {products} of {key}, must be a multiple of {block}")
     threads, weights = 32 * key.num_warps, blocks * parts * rows * BLOCK_COLUMNS
     loaded = sum(each.loaded_bytes for each in turn) * threads
-    if loaded < weights / 2:
+    codes = weights * BITS[str(constants.get("ELEMENT", "int4"))] // 8
+    if loaded < codes:
         raise ValueError(
-            f"loads: got {loaded:g} bytes of {key}, must be {weights // 2} at least "
+            f"loads: got {loaded:g} bytes of {key}, must be {codes} at least "
             f"(the codes of {blocks} blocks)"
         )
     spills = sum(each.name.startswith(("STL", "LDL")) for each in turn)

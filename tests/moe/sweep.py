@@ -21,7 +21,10 @@ from firesteel.moe.layer import MoeLayer
 from tests.moe.layers import random_layer
 from tests.moe.test_layer_gpu import CASES
 
-NAMES = ("g128", "g32-asym", "ragged", "biased-swiglu", "expert-map", "no-wgmma", "mxfp4", "nvfp4")
+NAMES = (
+    *("g128", "g32-asym", "ragged", "biased-swiglu", "expert-map", "no-wgmma"),
+    *("mxfp4", "nvfp4", "nf3-ragged", "int3-g32-asym"),
+)
 SIZES = (1, 3, 40, 200, 700)
 
 

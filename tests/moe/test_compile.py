@@ -64,9 +64,10 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     """What is compiled for a target, by its name in the budget.
 
     Every row of every table that ships, for the shape that it was measured for; every key of three
-    plans that differ in all that changes code; of two of FP4 the products; and of the other named
-    geometries the products of the largest tile, which take the most registers. Where the target has
-    kernels of its own, one also as it is without them, since not all weights are read by those.
+    plans that differ in all that changes code; of two of FP4 the products, of one of NF3 those of
+    small tiles; and of the other named geometries the products of the largest tile, which take the
+    most registers. Where the target has kernels of its own, one also as it is without them, since
+    not all weights are read by those.
     """
     stored = StoredWeights(group_size=32, has_zero_points=True, scale="fp16")
     fp16 = MoeSpec(
@@ -84,6 +85,7 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
         "int4-g32-asym-fp16": (fp16, "i32"),
         "gpt-oss-120b mxfp4": (geometry("gpt-oss-120b", element="mxfp4"), "i32"),
         "glm-5.2 nvfp4": (geometry("glm-5.2", tensor_parallel=4, element="nvfp4"), "i32"),
+        "glm-5.2 nf3": (geometry("glm-5.2", tensor_parallel=4, element="nf3"), "i32"),
     }
     for table in shipped_tables().values():
         whole |= {name: (spec, "i64") for name, spec in _specs_of(table).items()}
@@ -98,6 +100,8 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
             is_largest = constants[key].get("BLOCK_M") == largest
             # What reads no weights is the same in every table.
             is_wanted = is_matrix(key) or "fp4" not in name
+            if name.endswith("nf3"):
+                is_wanted = constants[key].get("BLOCK_M") in ((8, 64) if spec.wgmma else (8,))
             is_whole = name.removesuffix(PLAIN) in whole
             if key not in known and (is_wanted if is_whole else is_largest):
                 found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
@@ -366,5 +370,5 @@ def test_what_is_compiled_covers_what_changes_code(target: str) -> None:
         inputs = {each.get("x_ptr", each.get("hidden_ptr")) for each in arguments}
         assert inputs == {"*fp16@16", "*bf16@16"}
     elements = {dict(key.constexprs).get("ELEMENT") for key in products}
-    assert elements >= {"int4", "mxfp4", "nvfp4"}
+    assert elements >= {"int4", "mxfp4", "nvfp4", "nf3"}
     assert {"partials_ptr" in dict(key.arguments) for key in products} == {True, False}

@@ -46,6 +46,8 @@ def _fp4(element: str, **changes: Any) -> dict[str, StoredWeights]:
 
 
 LONG = replace(SMALL, hidden_size=2048)
+NF3 = dict.fromkeys(("w13", "w2"), StoredWeights.nf3())
+NF3_BIASED = dict.fromkeys(("w13", "w2"), StoredWeights.nf3(has_bias=True))
 CASES = {
     "g128": SMALL,
     "g64": replace(SMALL, **_stored(64)),
@@ -72,6 +74,15 @@ CASES = {
     "nvfp4-fp16-relu2": replace(
         SMALL, dtype="fp16", activation=Activation(name="relu2"), **_fp4("nvfp4")
     ),
+    "nf3": replace(SMALL, **NF3),
+    "nf3-ragged": replace(SMALL, **RAGGED, **NF3_BIASED),
+    "nf3-fp16-relu2": replace(
+        SMALL, dtype="fp16", activation=Activation(name="relu2"), **NF3
+    ),
+    "int3-g32-asym-ragged": replace(
+        SMALL, **RAGGED, **_stored(32, element="int3", has_zero_points=True)
+    ),
+    "int3-fp16": replace(SMALL, dtype="fp16", **_stored(64, element="int3", scale="fp16")),
     "int4-and-nvfp4": replace(SMALL, w2=StoredWeights.fp4("nvfp4")),
 }  # fmt: skip
 
@@ -177,4 +188,6 @@ def _check(name: str, tile: Tile, num_tokens: int, *, early: bool) -> None:
     out = torch.where(is_route[..., None], y, 0.0).sum(1)
     expected = layer.reference(x, ids, weights)
     # Roundings of weights, hidden and y, each of at most half an eps and of random sign.
-    assert (out - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
+    # The oracle has weights of nf3 rounded to bf16, as the format says.
+    coarsest = torch.bfloat16 if spec.w13.element == "nf3" else dtype
+    assert (out - expected).norm() <= 2 * torch.finfo(coarsest).eps * expected.norm()

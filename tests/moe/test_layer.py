@@ -16,10 +16,12 @@ _STORED = StoredWeights(group_size=32, has_zero_points=True, has_bias=True)
         StoredWeights.fp4("mxfp4"),
         StoredWeights.fp4("nvfp4", has_bias=True),
         StoredWeights.fp4("nvfp4", global_scale="multiplier"),
+        StoredWeights.nf3(has_bias=True),
+        StoredWeights(element="int3", group_size=32),
     ],
 )
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_packed_fp4_stacks_are_the_operands_without_a_copy(stored, activation):
+def test_packed_stacks_of_every_element_are_the_operands_without_a_copy(stored, activation):
     spec = MoeSpec(
         hidden_size=160,
         intermediate_size=96,

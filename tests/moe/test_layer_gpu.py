@@ -33,6 +33,8 @@ def _fp4(element: str, **changes: object) -> dict[str, object]:
 
 # Long enough that the direct way splits its sums.
 LONG = replace(SMALL, hidden_size=2048)
+NF3 = dict.fromkeys(("w13", "w2"), StoredWeights.nf3())
+NF3_BIASED = StoredWeights.nf3(has_bias=True)
 CASES = {
     "g128": SMALL,
     "g64": replace(SMALL, **_stored(64)),
@@ -72,6 +74,23 @@ CASES = {
         LONG, num_global_experts=32, weight_on_input=True, **_fp4("nvfp4", has_bias=True)
     ),
     "nvfp4-relu2": replace(SMALL, activation=Activation(name="relu2"), **_fp4("nvfp4")),
+    "nf3": replace(LONG, **NF3),
+    "nf3-fp16": replace(LONG, dtype="fp16", **NF3),
+    "nf3-ragged": replace(SMALL, hidden_size=352, intermediate_size=160, **NF3),
+    "nf3-biased-swiglu": replace(
+        LONG, activation=Activation(name="swigluoai"), **dict.fromkeys(NF3, NF3_BIASED)
+    ),
+    "nf3-relu2": replace(SMALL, activation=Activation(name="relu2"), **NF3),
+    "nf3-batch-invariant": replace(LONG, batch_invariant=True, **NF3),
+    "int3-g128": replace(SMALL, **_stored(128, element="int3")),
+    "int3-g32-asym": replace(
+        SMALL,
+        hidden_size=352,
+        intermediate_size=160,
+        **_stored(32, element="int3", has_zero_points=True),
+    ),
+    "int3-g64-fp16": replace(SMALL, dtype="fp16", **_stored(64, element="int3", scale="fp16")),
+    "int4-and-nf3": replace(SMALL, w2=StoredWeights.nf3()),
     "int4-and-mxfp4": replace(SMALL, w2=StoredWeights.fp4("mxfp4")),
     "more-than-1024-experts": replace(
         SMALL, hidden_size=128, intermediate_size=32, num_experts=1100, top_k=8, **_stored(32)
@@ -84,6 +103,7 @@ MANY = {
     **dict.fromkeys(("g128", "g32-asym", "ragged", "biased-swiglu", "relu2", "fp16"), 700),
     **dict.fromkeys(("weight-on-input", "more-than-1024-experts", "top-10"), 700),
     **dict.fromkeys(("mxfp4-ragged", "mxfp4-fp16", "nvfp4", "nvfp4-ragged"), 700),
+    **dict.fromkeys(("nf3-ragged", "nf3-fp16", "nf3-relu2", "int3-g32-asym"), 700),
     "expert-map": 1100,
 }
 
@@ -137,7 +157,8 @@ def _check(layer: Layer, got: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -
     2 eps, and a row's by 4 eps of its own and a quarter of the largest row's where terms cancel.
     """
     expected = layer.reference(x, ids, weights)
-    eps = torch.finfo(x.dtype).eps
+    # The oracle has weights of nf3 rounded to bf16, as the format says.
+    eps = torch.finfo(torch.bfloat16 if layer.spec.w13.element == "nf3" else x.dtype).eps
     difference = (got.double().cpu() - expected).norm()
     assert difference <= 2 * eps * expected.norm() + 1e-6
     if len(expected):

@@ -44,9 +44,12 @@ ODD = TileTable(
 @st.composite
 def specs(draw: st.DrawFn) -> MoeSpec:
     experts = draw(st.sampled_from((1, 2, 7, 8, 60, 128, 1100)))
-    element = draw(st.sampled_from(("int4", "mxfp4", "nvfp4")))
-    int4 = StoredWeights(group_size=32)
-    stored = int4 if element == "int4" else StoredWeights.fp4(element)
+    element = draw(st.sampled_from(("int4", "int3", "mxfp4", "nvfp4", "nf3")))
+    stored = StoredWeights.nf3() if element == "nf3" else StoredWeights(group_size=32)
+    if "fp4" in element:
+        stored = StoredWeights.fp4(element)
+    elif element == "int3":
+        stored = replace(stored, element=element)
     return MoeSpec(
         # Short and long enough to split; whole blocks and tiles of rows, and not.
         hidden_size=draw(st.sampled_from((128, 352, 2048, 2880))),
@@ -281,6 +284,7 @@ def test_a_plan_without_wgmma_is_that_of_the_other_rows() -> None:
         {"intermediate_size": 516, "w2": StoredWeights(group_size=516)},
         {"w2": StoredWeights.fp4("mxfp4")},
         {"w13": StoredWeights.fp4("nvfp4")},
+        {"w2": StoredWeights.nf3()},
     ],
 )
 def test_weights_that_hoppers_own_kernels_do_not_read_take_the_other_rows(changes: dict) -> None:
@@ -324,6 +328,13 @@ def test_fp4_takes_only_rows_that_were_measured_for_it(element: str) -> None:
     assert kinds
     names = {key.name for key in products_of(shipped)}
     assert {f"{name}_{kind}_kernel" for kind in kinds for name in ("gate_up", "down")} < names
+
+
+@pytest.mark.parametrize("stored", [StoredWeights.nf3(), StoredWeights(element="int3")])
+def test_3_bits_take_the_rows_of_int4(stored: StoredWeights) -> None:
+    spec = replace(SHIPPED, w13=stored, w2=stored)
+    assert spec.tiles == SHIPPED.tiles
+    assert [key.name for key in products_of(spec)] == [key.name for key in products_of(SHIPPED)]
 
 
 def test_rows_of_x_and_out_are_counted_in_16_bytes() -> None:

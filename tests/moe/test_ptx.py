@@ -13,7 +13,7 @@ WORDS = st.integers(0, 2**32 - 1)
 
 
 def one(asm: str, *given: int) -> int:
-    return int(execute(asm, [np.array([value], dtype=np.uint32) for value in given])[0])
+    return int(execute(asm, [np.array([value], dtype=np.uint32) for value in given])[0][0])
 
 
 @given(a=WORDS, b=WORDS, c=WORDS, table=st.integers(1, 255))
@@ -52,7 +52,7 @@ def test_bits_move(asm: str, wanted: int) -> None:
 
 def test_halves_stand_side_by_side() -> None:
     halves = [np.array([value], dtype=np.uint16) for value in (0x1234, 0xABCD)]
-    assert execute("mov.b32 $0, {$1, $2};", halves)[0] == 0xABCD1234
+    assert execute("mov.b32 $0, {$1, $2};", halves)[0][0] == 0xABCD1234
 
 
 def bits(value: np.float16) -> int:

@@ -30,6 +30,8 @@ CHANGES = {
     "int4-g128/mxfp4-bias": {"w2": StoredWeights.fp4("mxfp4", has_bias=True)},
     "int4-g128/nvfp4-divisor": {"w2": StoredWeights.fp4("nvfp4")},
     "int4-g128/nvfp4-multiplier": {"w2": StoredWeights.fp4("nvfp4", global_scale="multiplier")},
+    "nf3 K": {"w13": StoredWeights.nf3(), "w2": StoredWeights.nf3()},
+    "int3-g128/int4-g128": {"w13": StoredWeights(element="int3")},
     "silu limit=7.0": {"activation": Activation(limit=7.0)},
     "swigluoai": {"activation": Activation(name="swigluoai")},
     "swigluoai alpha=1.5": {"activation": Activation(name="swigluoai", alpha=1.5)},
@@ -115,6 +117,8 @@ def test_a_rank_keeps_the_bias_so_that_all_ranks_share_a_plan() -> None:
         (StoredWeights(group_size=32, has_zero_points=True), 0.59375),
         (StoredWeights.fp4("mxfp4"), 0.53125),
         (StoredWeights.fp4("nvfp4"), 0.5625),
+        (StoredWeights.nf3(), 0.40625),
+        (StoredWeights(element="int3"), 0.390625),
     ],
 )
 def test_bytes_a_weight(stored: StoredWeights, expected: float) -> None:
@@ -125,6 +129,15 @@ def test_bytes_a_weight(stored: StoredWeights, expected: float) -> None:
 def test_a_model_by_name_is_stored_as_asked(element: str) -> None:
     spec = geometry("gpt-oss-120b", element=element)
     assert spec.w13 == spec.w2 == StoredWeights.fp4(element, has_bias=True)
+
+
+def test_operands_of_3_bits_are_three_runs_of_words() -> None:
+    spec = replace(PLAIN, w13=StoredWeights.nf3(), w2=StoredWeights(element="int3"))
+    found = {operand.name: (operand.dtype, operand.shape) for operand in spec.operands(IDS)}
+    assert found["w13.codes"] == ("i16", (8, 2, 2, 2, 3, 64, 8))
+    assert found["w13.scales"] == ("u8", (8, 8, 256))
+    assert found["w2.codes"] == ("i16", (8, 1, 4, 1, 3, 64, 8))
+    assert geometry("gpt-oss-120b", element="nf3").w2 == StoredWeights.nf3(has_bias=True)
 
 
 def test_operands_of_fp4_are_bytes_and_matrix_wide_scales() -> None:
@@ -167,6 +180,11 @@ def test_operands_of_fp4_are_bytes_and_matrix_wide_scales() -> None:
             {"w13": replace(StoredWeights.fp4("mxfp4"), scale="bf16")},
             UnsupportedError,
             "w13.scale: got 'bf16', must be e8m0 of mxfp4",
+        ),
+        (
+            {"w13": replace(StoredWeights.nf3(), scale="e4m3")},
+            UnsupportedError,
+            "w13.scale: got 'e4m3', must be e5m3 of nf3",
         ),
         (
             {"w2": replace(StoredWeights.fp4("nvfp4"), has_zero_points=True)},

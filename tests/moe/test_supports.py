@@ -67,6 +67,16 @@ def test_fp4_schemes_are_taken_as_their_scales_say():
     assert spec.w2 == StoredWeights.fp4("nvfp4", global_scale="multiplier")
 
 
+def test_3_bit_schemes_are_taken_as_they_are():
+    nf3 = replace(UP, element="nf3", scale="e5m3")
+    int3 = replace(DOWN, element="int3", group_size=64, has_zero_points=True)
+    spec = spec_of(nf3, int3)
+    assert spec.w13 == StoredWeights.nf3()
+    assert spec.w2 == StoredWeights(
+        element="int3", group_size=64, scale="fp16", has_zero_points=True
+    )
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128, N])
 def test_group_sizes_that_kernels_read(group_size: int):
     spec = spec_of(w2=replace(DOWN, group_size=group_size))
@@ -76,12 +86,10 @@ def test_group_sizes_that_kernels_read(group_size: int):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"element": "int8"}, "gate and up: element is int8, must be int4 or e2m1"),
-        ({"element": "int3"}, "gate and up: element is int3, must be int4 or e2m1"),
-        (
-            {"element": "nf3", "scale": "e5m3"},
-            "gate and up: element is nf3, must be int4 or e2m1; none looks codes up in a table",
-        ),
+        ({"element": "int8"}, "gate and up: element is int8, must be one of int3, int4, e2m1, nf3"),
+        ({"element": "nf3"}, "scales are fp16, must be one of e5m3 of nf3"),
+        ({"element": "nf3", "scale": "e5m3", "group_size": 64}, "must be 32 of nf3"),
+        ({"element": "int3", "scale": "e5m3"}, "scales are e5m3, must be one of bf16, fp16, fp32"),
         ({"element": "e2m1"}, "scales are fp16, must be one of e8m0, e4m3 of e2m1"),
         ({"element": "e2m1", "scale": "e8m0", "group_size": 16}, "got 16 for 256 columns, must be"),
         ({"element": "e2m1", "scale": "e4m3", "group_size": 16}, "global_scale: got 'none'"),

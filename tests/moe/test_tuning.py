@@ -237,6 +237,8 @@ def test_a_table_is_a_value() -> None:
         ("int4", 32, True, "int4-g32-asym"),
         ("mxfp4", 32, False, "mxfp4"),
         ("nvfp4", 16, False, "nvfp4"),
+        ("nf3", 32, False, "nf3"),
+        ("int3", 64, True, "int3-g64-asym"),
     ],
 )
 def test_recipes_have_names(

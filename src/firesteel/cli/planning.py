@@ -26,7 +26,7 @@ from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch import Plan, plan
 from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import FP4_FORMATS, GROUP_SIZES, MoeSpec, geometry
+from firesteel.moe.spec import GROUP_SIZES, NAMED_FORMATS, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
 from firesteel.moe.trellis.spec import TrellisMoeSpec, trellis_geometry
 from firesteel.moe.trellis.supports import trellis_moe_spec_of, united
@@ -174,15 +174,16 @@ def _named(model: str, choice: PlanChoice) -> LayerSpec:
     recipe = parse_recipe(name)
     if recipe.code is not None:
         return trellis_geometry(model, recipe.code, tensor_parallel=choice.tp)
-    if name in FP4_FORMATS:
+    if name in NAMED_FORMATS:
         return geometry(model, tensor_parallel=choice.tp, element=name)
-    if recipe.element != "int4" or recipe.group_size not in GROUP_SIZES:
+    if recipe.element not in ("int3", "int4") or recipe.group_size not in GROUP_SIZES:
         raise UnsupportedError(f"recipe: got {name!r}, kernels exist for {RECIPES}")
 
     def sized(group_size: int) -> MoeSpec:
         return geometry(
             model,
             tensor_parallel=choice.tp,
+            element=recipe.element,
             group_size=group_size,
             has_zero_points=recipe.has_zero_points,
         )
@@ -190,7 +191,9 @@ def _named(model: str, choice: PlanChoice) -> LayerSpec:
     try:
         return sized(recipe.group_size)
     except UnsupportedError as error:
-        fitting = [f"int4-g{size}" for size in GROUP_SIZES if _is_supported(sized, size)]
+        fitting = [
+            f"{recipe.element}-g{size}" for size in GROUP_SIZES if _is_supported(sized, size)
+        ]
         raise UnsupportedError(
             f"--recipe: got {name}, must be one of {', '.join(fitting) or 'none'} for {model}: "
             f"{error}"

@@ -1,11 +1,9 @@
 """Packed codes to 16-bit numbers, fast, in plain PyTorch.
 
-Codes of 3 and 4 bits go through a table: an int16 word of planes picks all its numbers at once, so
-they come out column-interleaved (number i of word j is of column `C * i + j` in its block of 128,
-where C is the width of a plane). Where one scale covers a whole block the interleaved order is
-kept and the activations are put into the same order, which is cheaper than sorting the weights.
-Of 3-bit integers the high bits add 4 from a table of their own. A codebook is no such sum: there
-the low bits of four planes and their high bits make one index of 12 bits.
+Codes of 3 and 4 bits go through a table: an int16 word picks its four numbers at once, so they come
+out interleaved. Where they stay among the columns of their scale that order is kept and the
+activations are put into the same order, which is cheaper than sorting the weights. Number i of word
+j of 4-bit codes is of column 32 * i + j of its block of 128; 3-bit codes stay in their 32 columns.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ __all__ = [
     "e2m1_codes",
     "e2m1_words",
     "is_interleaved",
+    "narrow_bytes",
+    "narrow_codes",
     "scaled_numbers",
 ]
 
@@ -31,15 +31,17 @@ BLOCK_K = 128
 # Of the planes of an int16 word of E2M1 codes: the bit of the sign, and the lowest of the others.
 _E2M1_SIGNS = (15, 12, 14, 13)
 _E2M1_LOWEST = (6, 3, 0, 9)
-# Columns of a plane, by bits.
-_PLANE_WIDTH = {3: 16, 4: 32, 8: 128}
+# Numbers of an int16 word of 3 or 4-bit codes.
+_WORD = 4
 # The type with which `index_select` copies the numbers of one word, by their bytes.
 _ROW_DTYPE = {8: torch.int64, 16: torch.complex128}
 
 
 def is_interleaved(scheme: Scheme) -> bool:
     """Whether `scaled_numbers` leaves columns interleaved, so that `arrange` must be used."""
-    return scheme.bits != 8 and _scales_a_block(scheme) == 1
+    # 3-bit codes leave their plane of 32 columns in no case.
+    in_planes = scheme.bits == 3 and scheme.group_size % 32 == 0
+    return scheme.bits != 8 and (in_planes or _scales_a_block(scheme) == 1)
 
 
 def arrange(x: Tensor, scheme: Scheme) -> Tensor:
@@ -49,9 +51,10 @@ def arrange(x: Tensor, scheme: Scheme) -> Tensor:
         x = functional.pad(x, (0, padding))
     if not is_interleaved(scheme):
         return x
-    width = _PLANE_WIDTH[scheme.bits]
-    planes = x.unflatten(1, (x.shape[1] // BLOCK_K, BLOCK_K // width, width))
-    return planes.transpose(-1, -2).flatten(1)
+    # 3 bits: plane, r, t and the low bit of a column, as `narrow_bytes` has them.
+    shape = (-1, 4, 4, 4, 2) if scheme.bits == 3 else (-1, _WORD, 32)
+    axes = (-3, -2) if scheme.bits == 3 else (-2, -1)
+    return x.unflatten(1, shape).transpose(*axes).flatten(1)
 
 
 def scaled_numbers(
@@ -62,7 +65,8 @@ def scaled_numbers(
     Of an element with a `weight_dtype` it is rounded to that first.
 
     name         shape                  dtype
-    codes        [..., n, B, 16*bits]   uint8, as `pack_codes` lays them out; rows may be strided
+    codes        [..., n, B, 16*bits]   uint8, as `pack_codes` lays them out; rows may be strided;
+                                        3 bits also `[..., n, B, 3, 16]`
     scales       [..., n, g]            any float; the product is exact in fp32
     zero_points  [..., n, g]            uint8, or None for a symmetric matrix or codebook values
     returns      [..., n, B * 128]      `dtype`, contiguous; padded columns hold arbitrary finite
@@ -101,6 +105,29 @@ def e2m1_codes(words: Tensor) -> Tensor:
     return torch.stack(planes, dim=-2).to(torch.uint8)
 
 
+def narrow_bytes(codes: Tensor) -> Tensor:
+    """3-bit codes `[..., 128]` uint8 to bytes `[..., 48]`; `pack_codes` has their layout."""
+    # Plane, r, t, low bit of a column; bytes [..., 4, t, r] of two codes each.
+    split = codes.unflatten(-1, (4, 4, 4, 2)).transpose(-3, -2)
+    pairs = (split[..., 0] | (split[..., 1] << 4)).flatten(-2)
+    bit = torch.arange(3, dtype=torch.uint8, device=codes.device)[:, None]
+    return (pairs[..., :3, :] | (((pairs[..., 3:, :] >> bit) & 0x11) << 3)).flatten(-2)
+
+
+def narrow_codes(packed: Tensor) -> Tensor:
+    """The inverse of `narrow_bytes`: `[..., 128]` uint8 from `[..., 48]` or `[..., 3, 16]`."""
+    runs = _runs(packed)
+    first, second, third = ((runs[..., i, :] >> (3 - i)) & (0x11 << i) for i in range(3))
+    pairs = torch.cat([runs & 0x77, (first | second | third).unsqueeze(-2)], dim=-2)
+    codes = torch.stack([pairs & 7, pairs >> 4], dim=-1)
+    return codes.unflatten(-2, (4, 4)).transpose(-3, -2).flatten(-4)
+
+
+def _runs(packed: Tensor) -> Tensor:
+    """A 3-bit block as its three planes of 16 bytes: `[..., 3, 16]`."""
+    return packed if packed.shape[-1] == 16 else packed.unflatten(-1, (3, 16))
+
+
 def _scales_a_block(scheme: Scheme) -> int:
     """Scales that cover one block of columns; a scale of several blocks counts as one."""
     if scheme.group_size in (scheme.k, BLOCK_K) or scheme.group_size % BLOCK_K == 0:
@@ -134,30 +161,25 @@ def _numbers(codes: Tensor, scheme: Scheme, is_asymmetric: bool, dtype: torch.dt
         # With its high bit turned over a code less 128 is an int8.
         integers = (codes ^ zero_point).view(torch.int8) if zero_point else codes
         return integers.to(dtype, memory_format=torch.contiguous_format)
-    width = _PLANE_WIDTH[element.bits]
-    num_blocks = codes.shape[:-1].numel()
-    num_planes = BLOCK_K // width
-    if element.bits == 3 and element.values is not None:
-        table = _codebook_table(scheme.element, dtype, codes.device)
-        numbers = _look_up(table, _codebook_words(codes), num_planes // 2, dtype)
-    else:
-        words = codes[..., : 2 * width].view(torch.uint16)
-        table = _word_table(scheme.element, zero_point, dtype, codes.device)
-        numbers = _look_up(table, words, num_planes, dtype)
-        if element.bits == 3:
-            high = _high_table(dtype, codes.device)
-            numbers += _look_up(high, codes[..., 2 * width :], num_planes, dtype)
+    table = _word_table(scheme.element, zero_point, dtype, codes.device)
+    if element.bits == 3:
+        words, rows = _narrow_words(codes), _runs(codes).shape[:-2]
+        # [blocks and planes, t, r, two columns]
+        numbers = _look_up(table, words, dtype).view(-1, 4, 4, 2)
+        if not is_interleaved(scheme):
+            numbers = numbers.transpose(1, 2)
+        return numbers.reshape(*rows, BLOCK_K)
     # [blocks, columns of a plane, planes]
-    numbers = numbers.view(num_blocks, width, num_planes)
+    numbers = _look_up(table, codes.view(torch.uint16), dtype).view(-1, 32, _WORD)
     if not is_interleaved(scheme):
-        numbers = numbers.transpose(-1, -2)
+        numbers = numbers.transpose(1, 2)
     return numbers.reshape(*codes.shape[:-1], BLOCK_K)
 
 
-def _look_up(table: Tensor, words: Tensor, num_planes: int, dtype: torch.dtype) -> Tensor:
+def _look_up(table: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
     # One pass widens the words and puts those of strided rows in a row.
     index = words.to(torch.int32, memory_format=torch.contiguous_format).view(-1)
-    row_dtype = _ROW_DTYPE.get(num_planes * dtype.itemsize)
+    row_dtype = _ROW_DTYPE.get(_WORD * dtype.itemsize)
     if row_dtype is None:
         return table[index]
     return table.view(row_dtype).view(-1).index_select(0, index).view(dtype)
@@ -165,42 +187,27 @@ def _look_up(table: Tensor, words: Tensor, num_planes: int, dtype: torch.dtype) 
 
 @lru_cache(maxsize=32)
 def _word_table(element: str, zero_point: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[65536, planes]`: the numbers of each int16 word; of 3 bits, what the low two bits say."""
+    """`[65536, 4]`: the numbers of each int16 word; of 3 bits of those whose spare bits are 0."""
     kind = ELEMENTS[element]
-    words = torch.arange(1 << 16, device=device)
-    if kind.values is not None:
+    if kind.values is not None and kind.bits == 4:
+        words = torch.arange(1 << 16, device=device)
         codes = e2m1_codes(words.unsqueeze(1)).squeeze(2).long()
+    else:
+        words = torch.arange(1 << (15 if kind.bits == 3 else 16), device=device)
+        mask = (1 << kind.bits) - 1
+        codes = (words.unsqueeze(1) >> torch.arange(0, 16, 4, device=device)) & mask
+    if kind.values is not None:
         return torch.tensor(kind.values, dtype=dtype, device=device)[codes]
-    bits = 2 if kind.bits == 3 else kind.bits
-    codes = (words.unsqueeze(1) >> torch.arange(0, 16, bits, device=device)) & ((1 << bits) - 1)
     return (codes - zero_point).to(dtype)
 
 
-@lru_cache(maxsize=8)
-def _high_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[256, 8]`: 4 for each bit that is set, the high bit of a 3-bit code."""
-    bits = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) & 1
-    return (bits * 4).to(dtype)
-
-
-def _codebook_words(codes: Tensor) -> Tensor:
-    """Blocks `[..., 48]` of 3-bit codes to int32 `[..., 16, 2]`, each of four planes of a column.
-
-    Bits 0 to 7 hold the low two bits of each code, bits 8 to 11 the high bits.
-    """
-    low, high = (
-        part.to(torch.int32, memory_format=torch.contiguous_format)
-        for part in codes.split((32, 16), dim=-1)
-    )
-    # Planes 0 to 3 take the low half of the byte of high bits, 4 to 7 the high half.
-    shifts = torch.arange(8, 0, -4, dtype=torch.int32, device=codes.device)
-    return ((high.unsqueeze(-1) << shifts) & 0xF00).bitwise_or_(low.unflatten(-1, (16, 2)))
-
-
-@lru_cache(maxsize=8)
-def _codebook_table(element: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[4096, 4]`: the numbers of each of `_codebook_words`."""
-    words = torch.arange(1 << 12, device=device).unsqueeze(1)
-    planes = torch.arange(4, device=device)
-    codes = ((words >> (2 * planes)) & 3) | (((words >> (8 + planes)) & 1) << 2)
-    return torch.tensor(ELEMENTS[element].values, dtype=dtype, device=device)[codes]
+def _narrow_words(codes: Tensor) -> Tensor:
+    """3-bit blocks as words of four codes, spare bits 0: int32 `[..., 4, 8]`, planes in order."""
+    runs = _runs(codes).view(torch.int16)
+    words = torch.empty((*runs.shape[:-2], 4, 8), dtype=torch.int32, device=codes.device)
+    wide = words[..., :3, :].copy_(runs)
+    last = words[..., 3, :].copy_((wide[..., 0, :] >> 3) & 0x1111)
+    last |= (wide[..., 1, :] >> 2) & 0x2222
+    last |= (wide[..., 2, :] >> 1) & 0x4444
+    wide &= 0x7777
+    return words

@@ -1,8 +1,8 @@
 """The one form in which firesteel holds quantised weights in memory, for every element.
 
 A row of codes is cut into blocks of 128 columns (the last one padded with zero codes); a block of
-`bits`-bit codes is `16 * bits` bytes. Inside a block codes are laid out in planes, so that one
-shift and one mask of a word give a whole run of consecutive columns (`pack_codes` has the layout).
+`bits`-bit codes is `16 * bits` bytes. Inside a block codes are laid out in planes of consecutive
+columns, so that a few operations on a word give codes of one plane (`pack_codes` has the layout).
 Rows are cut into tiles of 64 (the last one of each part padded with rows of zero codes), and the
 same block of the 64 rows of a tile is one run of bytes (`tile_rows`): a kernel reads 64 x 128 codes
 at a time, and memory is fastest in long reads. Scales are group-major for the same reason: those of
@@ -12,7 +12,8 @@ Everything else is kept bit for bit as the checkpoint has it, in integer buffers
 `module.to(dtype)` cannot round a scale:
 
 name          shape                        dtype  holds
-codes         [E, P, T, B, 64, 16 * bits]  uint8  T = ceil(n / 64), B = ceil(k / 128)
+codes         [E, P, T, B, 64, 16 * bits]  uint8  T = ceil(n / 64), B = ceil(k / 128); of 3 bits
+                                                  [E, P, T, B, 3, 64, 16]
 scales        [E, g, P * n]                uint8, int16 or int32: bits of the stored scale
 zero_points   [E, g, P * n]                uint8  only where stored
 global_scale  [E, P]                       int32  bits of an fp32, only where stored
@@ -26,7 +27,8 @@ Block b of row r of part p of matrix e starts at byte
 
     ((((e * P + p) * T + r // 64) * B + b) * 64 + r % 64) * 16 * bits
 
-of `codes`; its scale of group j is `scales[e, j, p * n + r]`. Example: 4 bits, n = 130 and k = 300,
+of `codes`, and of 3 bits its third i at 1024 * i + (r % 64) * 16 in the run of its tile; its scale
+of group j is `scales[e, j, p * n + r]`. Example: 4 bits, n = 130 and k = 300,
 so T = 3 and B = 3; P = 2. Block 2 of row 70 of part 1 of matrix 0 is row 6 of tile 1 and starts at
 byte ((((0 * 2 + 1) * 3 + 1) * 3 + 2) * 64 + 6) * 64 = 57728. Column 290 is column 34 of that block:
 plane 1 of word 2, which is the high nibble of byte 57728 + 4.
@@ -57,6 +59,8 @@ from firesteel.formats.expand import (
     arrange,
     e2m1_codes,
     e2m1_words,
+    narrow_bytes,
+    narrow_codes,
     scaled_numbers,
 )
 from firesteel.formats.trellis_matrix import TrellisScheme, padded
@@ -75,7 +79,7 @@ __all__ = [
 TILE_ROWS = 64
 # The integer type that holds the bits of a scale, by its bytes.
 BITS_DTYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_PLANES = {8: 1, 4: 4, 3: 8}
+_PLANES = {8: 1, 4: 4}
 
 
 def packed_bytes(scheme: Scheme) -> int:
@@ -98,49 +102,41 @@ def pack_codes(codes: Tensor, element: str) -> Tensor:
         e2m1  the same words and planes, but of column 32p + j the sign is bit (15, 12, 14, 13)[p]
               of word j, and the other three bits start at bit (6, 3, 0, 9)[p]. A kernel needs them
               where a bf16 has its own; so of half the planes one shift, or none, is enough.
-        int3  int16 word j of 16, plane p of 8: bits 2p.. hold the low two bits of column 16p + j;
-              then byte j of 16, bit p holds the high bit of column 16p + j.
-        nf3   as int3.
+        int3  planes of 32 columns; byte 4t + r of plane p of the first three has column
+              32p + 8r + 2t in bits 0 to 2 and the next one in bits 4 to 6. Of a column of the last
+              plane bit p is the one above the code of the same place in plane p.
+        nf3   as int3. Four codes of a plane in 16 bits, each below a bit that can be masked, are
+              what one byte permutation of a GPU looks up at once.
     Words are little-endian.
     """
     bits, k = ELEMENTS[element].bits, codes.shape[-1]
     num_blocks = -(-k // BLOCK_K)
     if num_blocks * BLOCK_K != k:
         codes = functional.pad(codes, (0, num_blocks * BLOCK_K - k))
+    if bits == 3:
+        return narrow_bytes(codes.unflatten(-1, (num_blocks, BLOCK_K)))
     planes = codes.reshape(*codes.shape[:-1], num_blocks, _PLANES[bits], -1)
     if bits == 8:
         return planes.squeeze(-2).contiguous()
     if element == "e2m1":
         return e2m1_words(planes).view(torch.uint8)
-    if bits == 4:
-        # [..., B, 4, 32]: the low byte of a word has planes 0 and 1, the high byte 2 and 3.
-        pairs = planes[..., 0::2, :] | (planes[..., 1::2, :] << 4)
-        return pairs.transpose(-1, -2).flatten(-2)
-    low = planes & 3
-    shift = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    shifted = low << (2 * (shift % 4))[:, None]
-    # Planes do not overlap, so adding them is or-ing them.
-    words = shifted.unflatten(-2, (2, 4)).sum(-2, dtype=torch.uint8)
-    high = ((planes >> 2) << shift[:, None]).sum(-2, dtype=torch.uint8)
-    return torch.cat([words.transpose(-1, -2).flatten(-2), high], dim=-1)
+    # [..., B, 4, 32]: the low byte of a word has planes 0 and 1, the high byte 2 and 3.
+    pairs = planes[..., 0::2, :] | (planes[..., 1::2, :] << 4)
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def unpack_codes(packed: Tensor, element: str, k: int) -> Tensor:
-    """The inverse of `pack_codes`: `[..., k]` uint8."""
+    """The inverse of `pack_codes`: `[..., k]` uint8. Of 3 bits a block may be `[3, 16]` too."""
     bits = ELEMENTS[element].bits
+    if bits == 3:
+        return narrow_codes(packed).flatten(-2)[..., :k]
     if bits == 8:
         return packed.flatten(-2)[..., :k]
     if element == "e2m1":
         planes = e2m1_codes(packed.view(torch.int16))
-    elif bits == 4:
+    else:
         pairs = packed.unflatten(-1, (32, 2)).transpose(-1, -2)
         planes = torch.stack([pairs & 15, pairs >> 4], dim=-2)
-    else:
-        shift = torch.arange(8, dtype=torch.uint8, device=packed.device)
-        words = packed[..., :32].unflatten(-1, (16, 2)).transpose(-1, -2)
-        low = (words.unsqueeze(-2) >> (2 * shift[:4])[:, None]) & 3
-        high = (packed[..., None, 32:] >> shift[:, None]) & 1
-        planes = low.flatten(-3, -2) | (high << 2)
     # [..., B, planes, columns of a plane] in column order, then one row.
     return planes.flatten(-4 if element == "int4" else -3)[..., :k]
 
@@ -148,18 +144,32 @@ def unpack_codes(packed: Tensor, element: str, k: int) -> Tensor:
 def tile_rows(blocks: Tensor) -> Tensor:
     """Rows of blocks `[..., n, B, bytes]` to tiles `[..., ceil(n / 64), B, 64, bytes]`.
 
-    Rows past n are zeros. A view where n is a multiple of 64.
+    Rows past n are zeros. Blocks of 3 bits become `[..., ceil(n / 64), B, 3, 64, 16]`: 16 bytes of
+    every row, then the next 16. A view where n is a multiple of 64.
     """
     missing = -blocks.shape[-3] % TILE_ROWS
     if missing:
         blocks = functional.pad(blocks, (0, 0, 0, 0, 0, missing))
     num_tiles = blocks.shape[-3] // TILE_ROWS
-    return blocks.unflatten(-3, (num_tiles, TILE_ROWS)).transpose(-3, -2)
+    tiles = blocks.unflatten(-3, (num_tiles, TILE_ROWS)).transpose(-3, -2)
+    return tiles.unflatten(-1, (3, 16)).transpose(-3, -2) if _is_narrow(blocks) else tiles
 
 
 def untile_rows(tiles: Tensor, n: int) -> Tensor:
-    """The inverse of `tile_rows`: `[..., n, B, bytes]`."""
-    return tiles.transpose(-3, -2).flatten(-4, -3)[..., :n, :, :]
+    """The inverse of `tile_rows`: `[..., n, B, bytes]`, of 3 bits `[..., n, B, 3, 16]`."""
+    rows = _rows_of_tiles(tiles)
+    axis = -5 if _is_narrow(tiles) else -4
+    return rows.flatten(axis, axis + 1).narrow(axis + 1, 0, n)
+
+
+def _rows_of_tiles(tiles: Tensor) -> Tensor:
+    """A view of tiles with the rows before the blocks: `[..., T, 64, B, bytes]` or with `3, 16`."""
+    return tiles.movedim(-2, -4) if _is_narrow(tiles) else tiles.transpose(-3, -2)
+
+
+def _is_narrow(blocks: Tensor) -> bool:
+    """Whether blocks or tiles of them are of 3 bits, which no other ends in as many bytes as."""
+    return blocks.shape[-1] in (16, 48)
 
 
 class WeightStack(nn.Module):
@@ -226,7 +236,8 @@ class PackedWeights(WeightStack):
     def __init__(self, scheme: Scheme, num_matrices: int, num_parts: int = 1) -> None:
         super().__init__(scheme, num_matrices, num_parts)
         num_tiles, num_blocks = -(-scheme.n // TILE_ROWS), -(-scheme.k // BLOCK_K)
-        tiles = (num_matrices, num_parts, num_tiles, num_blocks, TILE_ROWS, 16 * scheme.bits)
+        tile = (3, TILE_ROWS, 16) if scheme.bits == 3 else (TILE_ROWS, 16 * scheme.bits)
+        tiles = (num_matrices, num_parts, num_tiles, num_blocks, *tile)
         groups = (num_matrices, scheme.num_groups, num_parts * scheme.n)
         scale_bits = BITS_DTYPE[SCALE_DTYPES[scheme.scale].itemsize]
         self._buffer("codes", tiles, torch.uint8)
@@ -287,7 +298,7 @@ class PackedWeights(WeightStack):
 
     def _unpack(self, tiles: Tensor) -> Tensor:
         """Codes `[..., n, k]` of tiles: rows are put in order as codes widen, not by a copy."""
-        codes = unpack_codes(tiles.transpose(-3, -2), self.scheme.element, self.scheme.k)
+        codes = unpack_codes(_rows_of_tiles(tiles), self.scheme.element, self.scheme.k)
         return codes.flatten(-3, -2)[..., : self.scheme.n, :]
 
     @torch.no_grad()
@@ -348,8 +359,8 @@ class PackedWeights(WeightStack):
         # its own: [P, T, 64, B, 16*bits], else [P, n, B, 16*bits].
         tiles = self.codes[index]
         is_ragged = scheme.n % TILE_ROWS != 0
-        codes = untile_rows(tiles, scheme.n) if is_ragged else tiles.transpose(-3, -2)
-        rows = codes.shape[:-2]
+        codes = untile_rows(tiles, scheme.n) if is_ragged else _rows_of_tiles(tiles)
+        rows = codes.shape[: -3 if scheme.bits == 3 else -2]
         zero_points = None
         if self.zero_points is not None:
             zero_points = self.zero_points[index].T.unflatten(0, rows)

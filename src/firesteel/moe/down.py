@@ -1,13 +1,13 @@
 # pyright: basic
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201
-"""FC2 of the MoE layer: the down product of 4-bit weights, one row a route."""
+"""FC2 of the MoE layer: the down product of packed weights, one row a route."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import add_block, find_tile, fp4_unit, load_columns, word_offsets
+from firesteel.moe.tile import add_block, find_tile, load_columns, unit_of_sums, word_offsets
 
 __all__ = ["down_kernel"]
 
@@ -50,7 +50,7 @@ def down_kernel(
     hidden       [R, N]                       fp           contiguous  read K / BLOCK_N times
     codes        [E, K/64, N/128, 64, 32]     int16        contiguous  a tile's expert, once
     scales       [E, G, K]                    fp or uint8  contiguous  as codes
-    zero_points  [E, G, K]                    uint8        contiguous  as codes; None: 8
+    zero_points  [E, G, K]                    uint8        contiguous  as codes; None: 8, int3's 4
     global_scale [E, 1]                       fp32         contiguous  as codes; or None
     bias         [E, K]                       fp           contiguous  as codes; or None
     topk_ids     [R]                          int32/int64  contiguous  read in direct mode
@@ -58,7 +58,8 @@ def down_kernel(
     route_ids..num_blocks                     int32        as place_kernel writes them; None: direct
     y            [R, K]                       fp           contiguous  written once; needs no init
 
-    K / 64 and N / 128 are rounded up, and codes past K and N are 0. The modes are those of
+    K / 64 and N / 128 are rounded up, and codes past K and N are 0; 3-bit codes are [.., 3, 64, 8].
+    The modes are those of
     gate_up_kernel: hidden is read by place, or by route in direct mode; y is by route in both. The
     rows of routes without an expert are not written. BLOCK_N counts rows of w2, that is along K; a
     program does SPAN blocks of them one after the other, since a block has few columns.
@@ -66,10 +67,11 @@ def down_kernel(
     Grid      (ceil(K / (BLOCK_N * SPAN)), tiles), with R tiles in direct mode; tiles past the last
               return.
     Key       dtypes, which pointers are None, constexprs.
-    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; of FP4 one
-              sum, of exact weights (`fp4_scales`), scaled; one rounding to hidden's dtype. A row's
-              bits do not depend on other rows.
-    Bytes     tiles * K * (N/2 + G * bytes of a scale) + 2*R*K + 2*R*N * ceil(K / BLOCK_N)
+    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order: so nf3's
+              weights are value * scale, not rounded to bf16; of FP4 one sum, of exact weights
+              (`fp4_scales`), scaled; one rounding to hidden's dtype. A row's bits do not depend on
+              other rows.
+    Bytes     tiles * K * (N * bits/8 + G * bytes of a scale) + 2*R*K + 2*R*N * ceil(K / BLOCK_N)
     Range     offsets between rows and experts are int64; within an expert int32.
     Oracle    down_reference
     """
@@ -78,7 +80,8 @@ def down_kernel(
     NUM_BLOCKS: tl.constexpr = (N + 127) // 128
     NUM_GROUPS: tl.constexpr = N // GROUP_SIZE
     PADDED: tl.constexpr = (K + 63) // 64 * 64
-    tl.static_assert(PADDED * NUM_BLOCKS * 32 < 2**31)
+    TILE: tl.constexpr = 1536 if ELEMENT == "nf3" or ELEMENT == "int3" else 2048
+    tl.static_assert(PADDED // 64 * NUM_BLOCKS * TILE < 2**31)
     tl.static_assert(BLOCK_N % 64 == 0)
     tl.static_assert(GROUP_SIZE == N or GROUP_SIZE % 128 == 0 or GROUP_SIZE <= 64)
     expert, first, num_rows = find_tile(
@@ -104,8 +107,8 @@ def down_kernel(
         routes = tl.load(route_ids_ptr + places, mask=is_row, other=0).to(tl.int64)
     hidden_rows = hidden_ptr + places * N
     rows = tl.arange(0, BLOCK_N)
-    codes_ptr += expert * (PADDED * NUM_BLOCKS * 32)
-    words = word_offsets(rows, NUM_BLOCKS)
+    codes_ptr += expert * (PADDED // 64 * NUM_BLOCKS * TILE)
+    words = word_offsets(rows, NUM_BLOCKS, ELEMENT)
     scales_ptr += expert * (NUM_GROUPS * K)
     if zero_points_ptr is not None:
         zero_points_ptr += expert * (NUM_GROUPS * K)
@@ -121,7 +124,7 @@ def down_kernel(
         x3 = load_columns(hidden_rows, is_row, block * 128, 3, N)
         acc = add_block(
             acc,
-            codes_ptr + row_block * (BLOCK_N // 64 * NUM_BLOCKS * 2048) + words,
+            codes_ptr + row_block * (BLOCK_N // 64 * NUM_BLOCKS * TILE) + words,
             scales_ptr + k,
             None if zero_points_ptr is None else zero_points_ptr + k,
             None if K % (BLOCK_N * SPAN) == 0 else k < K,
@@ -138,9 +141,9 @@ def down_kernel(
             PAIRS,
         )
         if block == NUM_BLOCKS - 1:
-            if ELEMENT != "int4":
+            if ELEMENT != "int4" and ELEMENT != "int3":
                 dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-                acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
+                acc *= unit_of_sums(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
             if bias_ptr is not None:
                 bias = tl.load(bias_ptr + expert * K + k, mask=k < K, other=0.0)
                 acc += bias.to(tl.float32)[:, None]

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import add_and_store
-from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
+from firesteel.moe.pipeline import row_layout, tile_words, word_layout, words_of_rows
 from firesteel.moe.stream import begin, stream_products, x_layout
 from firesteel.moe.tile import find_tile
 
@@ -60,9 +60,10 @@ def down_stream_kernel(
     if PDL:
         gdc_wait()
     NUM_BLOCKS: gl.constexpr = (N + 127) // 128
+    TILE: gl.constexpr = tile_words(ELEMENT)
     PADDED: gl.constexpr = (K + 63) // 64 * 64
     NUM_GROUPS: gl.constexpr = N // GROUP_SIZE
-    gl.static_assert(PADDED * NUM_BLOCKS * 32 < 2**31)
+    gl.static_assert(PADDED // 64 * NUM_BLOCKS * TILE < 2**31)
     gl.static_assert(BLOCK_N % 64 == 0)
     expert, first, num_rows = find_tile(
         topk_ids_ptr, expert_map_ptr, route_ids_ptr, expert_offsets_ptr, block_expert_ptr,
@@ -75,10 +76,10 @@ def down_stream_kernel(
     n = gl.arange(0, 128, layout=gl.SliceLayout(0, x_l))
     hidden_ptrs = hidden_ptr + ((first + m).to(gl.int64) * N)[:, None] + n[None, :]
     column = gl.program_id(0) * (BLOCK_N * SPAN)
-    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copy_layout(WARPS)))
-    words_ptrs = codes_ptr + expert * (PADDED * NUM_BLOCKS * 32)
-    words_ptrs += gl.program_id(0) * (BLOCK_N * SPAN // 64 * NUM_BLOCKS * 2048)
-    words_ptrs += words_of_rows(row, NUM_BLOCKS, WARPS)
+    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, word_layout(ELEMENT, WARPS)))
+    words_ptrs = codes_ptr + expert * (PADDED // 64 * NUM_BLOCKS * TILE)
+    words_ptrs += gl.program_id(0) * (BLOCK_N * SPAN // 64 * NUM_BLOCKS * TILE)
+    words_ptrs += words_of_rows(row, NUM_BLOCKS, ELEMENT, WARPS)
     scale_row = column + gl.arange(0, BLOCK_N, layout=row_layout(WARPS))
     scale_place = expert * (NUM_GROUPS * K) + scale_row
     zeros_ptrs = ()
@@ -89,7 +90,7 @@ def down_stream_kernel(
         scales_ptr + scale_place, zeros_ptrs, scale_row,
     )  # fmt: skip
     last = SPAN * NUM_BLOCKS
-    shared = begin(source, 0, last, N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, STAGES)
+    shared = begin(source, 0, last, N, K, 1, GROUP_SIZE, BLOCK_N, SPAN, BLOCK_M, STAGES, ELEMENT)
     for span in range(gl.minimum(SPAN, (K - column + BLOCK_N - 1) // BLOCK_N)):
         acc = stream_products(
             shared, source, span * NUM_BLOCKS, (span + 1) * NUM_BLOCKS, last,

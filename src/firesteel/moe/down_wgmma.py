@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import add_and_store
-from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
+from firesteel.moe.pipeline import copy_layout, row_layout, tile_words, word_layout, words_of_rows
 from firesteel.moe.wgmma import products, start
 
 __all__ = ["down_wgmma_kernel"]
@@ -28,15 +28,16 @@ def down_tile(
     """A tile of at most ROUTES + REST routes; pointers to weights are those of its expert."""
     BLOCK_M: gl.constexpr = ROUTES if REST == 0 else 2 * ROUTES
     NUM_BLOCKS: gl.constexpr = (N + 127) // 128
+    TILE: gl.constexpr = tile_words(ELEMENT)
     copy_l: gl.constexpr = copy_layout(WARPS)
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copy_l))
     is_row = m < num_rows
     n = gl.arange(0, 32, layout=gl.SliceLayout(0, copy_l))
     hidden_ptrs = hidden_ptr + ((first + m).to(gl.int64) * N)[:, None] + n[None, :]
     column = gl.program_id(0) * (BLOCK_N * SPAN)
-    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copy_l))
-    words_ptrs = codes_ptr + gl.program_id(0) * (BLOCK_N * SPAN // 64 * NUM_BLOCKS * 2048)
-    words_ptrs += words_of_rows(row, NUM_BLOCKS, WARPS)
+    row = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, word_layout(ELEMENT, WARPS)))
+    words_ptrs = codes_ptr + gl.program_id(0) * (BLOCK_N * SPAN // 64 * NUM_BLOCKS * TILE)
+    words_ptrs += words_of_rows(row, NUM_BLOCKS, ELEMENT, WARPS)
     scale_row = column + gl.arange(0, BLOCK_N, layout=row_layout(WARPS))
     zeros_ptrs = ()
     if zero_points_ptr is not None:
@@ -105,9 +106,10 @@ def down_wgmma_kernel(
     if PDL:
         gdc_wait()
     NUM_BLOCKS: gl.constexpr = (N + 127) // 128
+    TILE: gl.constexpr = tile_words(ELEMENT)
     PADDED: gl.constexpr = (K + 63) // 64 * 64
     NUM_GROUPS: gl.constexpr = N // GROUP_SIZE
-    gl.static_assert(PADDED * NUM_BLOCKS * 32 < 2**31)
+    gl.static_assert(PADDED // 64 * NUM_BLOCKS * TILE < 2**31)
     gl.static_assert(BLOCK_N % 64 == 0)
     tile = gl.program_id(1)
     if tile >= gl.load(num_blocks_ptr):
@@ -115,7 +117,7 @@ def down_wgmma_kernel(
     expert = gl.load(block_expert_ptr + tile).to(gl.int64)
     first = gl.load(block_row_ptr + tile)
     num_rows = gl.minimum(gl.load(expert_offsets_ptr + expert + 1) - first, BLOCK_M)
-    codes_ptr += expert * (PADDED * NUM_BLOCKS * 32)
+    codes_ptr += expert * (PADDED // 64 * NUM_BLOCKS * TILE)
     scales_ptr += expert * (NUM_GROUPS * K)
     if zero_points_ptr is not None:
         zero_points_ptr += expert * (NUM_GROUPS * K)

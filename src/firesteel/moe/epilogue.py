@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from firesteel.moe.gate_up import in_units
-from firesteel.moe.tile import activate, fp4_unit
+from firesteel.moe.tile import activate, unit_of_sums
 
 __all__ = ["act_and_store", "add_and_store", "store_sums"]
 
@@ -93,8 +93,8 @@ def add_and_store(
 ):  # fmt: skip
     """Rows of y from products `[rows of w2, routes]` of routes START.. of a tile."""
     dtype: gl.constexpr = y_ptr.dtype.element_ty
-    if ELEMENT != "int4":
-        acc *= fp4_unit(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
+    if ELEMENT != "int4" and ELEMENT != "int3":
+        acc *= unit_of_sums(global_scale_ptr, expert, dtype, ELEMENT, DIVIDES)
     if bias_ptr is not None:
         bias_ptr += expert * K
         k = column + gl.arange(0, acc.shape[0], layout=gl.SliceLayout(1, acc.type.layout))
@@ -111,12 +111,12 @@ def store_sums(
     ROWS: gl.constexpr = acc.shape[0]
     q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     m = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    if ELEMENT != "int4":
+    if ELEMENT != "int4" and ELEMENT != "int3":
         dtype: gl.constexpr = x_ptr.dtype.element_ty
-        unit = fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
+        unit = unit_of_sums(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
         other = unit
         if PARTS == 2:
-            other = fp4_unit(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
+            other = unit_of_sums(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
         acc *= gl.where(q // 8 % PARTS == 0, unit, other)[:, None]
     n = gl.program_id(0) * (ROWS // PARTS) + q // (8 * PARTS) * 8 + q % 8
     places = (first + m).to(gl.int64)[None, :] * (PARTS * N) + (q // 8 % PARTS * N + n)[:, None]

@@ -1,13 +1,20 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202
-"""FC1 of the MoE layer: gate and up products of 4-bit weights, and the activation between them."""
+"""FC1 of the MoE layer: gate and up products of packed weights, and the activation between them."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from firesteel.moe.tile import activate, add_block, find_tile, fp4_unit, load_columns, word_offsets
+from firesteel.moe.tile import (
+    activate,
+    add_block,
+    find_tile,
+    load_columns,
+    unit_of_sums,
+    word_offsets,
+)
 
 __all__ = ["gate_up_kernel"]
 
@@ -21,11 +28,12 @@ def joint_products(
     """Gate and up products of blocks start..end, as one left operand: each has warps of its own."""
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
     PADDED: tl.constexpr = (N + 63) // 64 * 64
+    TILE: tl.constexpr = 1536 if ELEMENT == "nf3" or ELEMENT == "int3" else 2048
     rows = tl.arange(0, PARTS * BLOCK_N)
     part, row = rows // BLOCK_N, rows % BLOCK_N
     column = tl.program_id(0) * BLOCK_N + row
-    codes_ptrs = codes_ptr + word_offsets(row, NUM_BLOCKS)
-    codes_ptrs += (part * (PADDED * NUM_BLOCKS * 32))[:, None]
+    codes_ptrs = codes_ptr + word_offsets(row, NUM_BLOCKS, ELEMENT)
+    codes_ptrs += (part * (PADDED // 64 * NUM_BLOCKS * TILE))[:, None]
     scales_ptrs = scales_ptr + part * N + column
     zeros_ptrs = None if zero_points_ptr is None else zero_points_ptr + part * N + column
     # Words past N are there, as zeros, up to a whole tile; scales are not.
@@ -56,8 +64,9 @@ def parted_products(
     """Gate and up products of blocks start..end, one after the other by all warps."""
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
     PADDED: tl.constexpr = (N + 63) // 64 * 64
+    TILE: tl.constexpr = 1536 if ELEMENT == "nf3" or ELEMENT == "int3" else 2048
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    codes_ptrs = codes_ptr + word_offsets(tl.arange(0, BLOCK_N), NUM_BLOCKS)
+    codes_ptrs = codes_ptr + word_offsets(tl.arange(0, BLOCK_N), NUM_BLOCKS, ELEMENT)
     scales_ptrs = scales_ptr + n
     zeros_ptrs = None if zero_points_ptr is None else zero_points_ptr + n
     is_out = None if N % BLOCK_N == 0 else n < N
@@ -76,7 +85,7 @@ def parted_products(
         if PARTS == 2:
             # Up rows come N rows after their gate rows.
             up = add_block(
-                up, codes_ptrs + PADDED * NUM_BLOCKS * 32, scales_ptrs + N,
+                up, codes_ptrs + PADDED // 64 * NUM_BLOCKS * TILE, scales_ptrs + N,
                 None if zeros_ptrs is None else zeros_ptrs + N, is_out, is_tile, block,
                 x0, x1, x2, x3, K, PARTS * N, GROUP_SIZE, ELEMENT, PAIRS,
             )  # fmt: skip
@@ -89,10 +98,10 @@ def in_units(
     ELEMENT: tl.constexpr, DIVIDES: tl.constexpr,
 ):  # fmt: skip
     """Sums of `add_block` times what they lack, which gate and up each have of their own."""
-    if ELEMENT != "int4":
-        gate *= fp4_unit(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
+    if ELEMENT != "int4" and ELEMENT != "int3":
+        gate *= unit_of_sums(global_scale_ptr, expert * PARTS, dtype, ELEMENT, DIVIDES)
         if PARTS == 2:
-            up *= fp4_unit(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
+            up *= unit_of_sums(global_scale_ptr, expert * PARTS + 1, dtype, ELEMENT, DIVIDES)
     return gate, up
 
 
@@ -144,7 +153,7 @@ def gate_up_kernel(
     x             [M, K]               fp           unit last stride  read ceil(N / BLOCK_N) times
     codes         [E, P, N/64, K/128, 64, 32]  int16  contiguous      a tile's expert, once
     scales        [E, G, P*N]          fp or uint8  contiguous        as codes
-    zero_points   [E, G, P*N]          uint8        contiguous        as codes; None: 8
+    zero_points   [E, G, P*N]          uint8        contiguous        as codes; None: 8, int3's 4
     global_scale  [E, P]               fp32         contiguous        as codes; or None
     bias          [E, P*N]             fp           contiguous        as codes; or None
     topk_ids      [R]                  int32/int64  contiguous        read in direct mode
@@ -155,19 +164,21 @@ def gate_up_kernel(
     partials      [SPLIT_K, R, P*N]    fp32         contiguous        in hidden's place; or None
 
     P is 2 (gate rows, then up rows), or 1 where the activation has no up. N / 64 and K / 128 are
-    rounded up, and codes past N and K are 0. Rows of x lie stride_x times 16 bytes apart. Packed
-    mode writes hidden[p] at place p of `route_ids`. Direct mode takes one route a tile and writes
-    hidden[r]; the rows of routes without an expert stay. With partials (direct mode) a program sums
-    one of SPLIT_K spans of K and writes its products as they are: `activate_kernel` does the rest.
-    JOINT multiplies gate and up rows as one operand, each with warps of its own.
+    rounded up, and codes past N and K are 0; 3-bit codes are [.., 3, 64, 8]. Rows of x lie stride_x
+    times 16 bytes apart. Packed mode writes hidden[p] at place p of `route_ids`. Direct mode takes
+    one route a tile and writes hidden[r]; the rows of routes without an expert stay. With partials
+    (direct mode) a program sums one of SPLIT_K spans of K and writes its products as they are:
+    `activate_kernel` does the rest. JOINT multiplies gate and up rows as one operand, each with
+    warps of its own.
 
     Grid      (ceil(N / BLOCK_N), tiles, SPLIT_K), with R tiles in direct mode; tiles past the last
               return.
     Key       dtypes, which pointers are None, constexprs.
-    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order; of FP4 one
-              sum, of exact weights (`fp4_scales`), scaled; activation in fp32; one rounding to x's
-              dtype. A row's bits do not depend on other rows.
-    Bytes     tiles * P*N * (K/2 + G * bytes of a scale) + 2*R*N + 2*R*K * ceil(N / BLOCK_N)
+    Numerics  fp32 sums over a group's 32, 64 or 128 columns, scaled, summed in order: so nf3's
+              weights are value * scale, not rounded to bf16; of FP4 one sum, of exact weights
+              (`fp4_scales`), scaled; activation in fp32; one rounding to x's dtype. A row's bits do
+              not depend on other rows.
+    Bytes     tiles * P*N * (K * bits/8 + G * bytes of a scale) + 2*R*N + 2*R*K * ceil(N / BLOCK_N)
     Range     offsets between rows and experts are int64; within an expert int32.
     Oracle    gate_up_reference
     """
@@ -177,7 +188,8 @@ def gate_up_kernel(
     PARTS: tl.constexpr = 2 if IS_GATED else 1
     ROWS: tl.constexpr = PARTS * N
     NUM_BLOCKS: tl.constexpr = (K + 127) // 128
-    PART: tl.constexpr = (N + 63) // 64 * 64 * NUM_BLOCKS * 32
+    TILE: tl.constexpr = 1536 if ELEMENT == "nf3" or ELEMENT == "int3" else 2048
+    PART: tl.constexpr = (N + 63) // 64 * NUM_BLOCKS * TILE
     NUM_GROUPS: tl.constexpr = K // GROUP_SIZE
     # Elements of 16 bytes: multiplied out here, so that the compiler sees how rows are aligned.
     UNIT: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
@@ -207,7 +219,7 @@ def gate_up_kernel(
         routes = tl.load(route_ids_ptr + places, mask=is_row, other=0).to(tl.int64)
     x_rows = x_ptr + (routes // TOP_K) * stride_x * UNIT
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    codes_ptr += expert * (PARTS * PART) + tl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * 2048)
+    codes_ptr += expert * (PARTS * PART) + tl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * TILE)
     scales_ptr += expert * (NUM_GROUPS * ROWS)
     if zero_points_ptr is not None:
         zero_points_ptr += expert * (NUM_GROUPS * ROWS)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import act_and_store, store_sums
-from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
+from firesteel.moe.pipeline import row_layout, tile_words, word_layout, words_of_rows
 from firesteel.moe.stream import begin, stream_products, x_layout
 from firesteel.moe.tile import find_tile
 
@@ -72,8 +72,9 @@ def gate_up_stream_kernel(
     PARTS: gl.constexpr = 1 if ACTIVATION == "relu2" else 2
     ROWS: gl.constexpr = PARTS * BLOCK_N
     NUM_BLOCKS: gl.constexpr = (K + 127) // 128
+    TILE: gl.constexpr = tile_words(ELEMENT)
     PADDED: gl.constexpr = (N + 63) // 64 * 64
-    PART: gl.constexpr = PADDED * NUM_BLOCKS * 32
+    PART: gl.constexpr = PADDED // 64 * NUM_BLOCKS * TILE
     NUM_GROUPS: gl.constexpr = K // GROUP_SIZE
     UNIT: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     gl.static_assert(PARTS * PART < 2**31)
@@ -93,12 +94,12 @@ def gate_up_stream_kernel(
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, x_l))
     x_ptrs = x_ptr + ((routes // TOP_K) * stride_x * UNIT)[:, None] + k[None, :]
     # Rows of the operand: 8 gate rows, then the up rows of the same columns.
-    q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout(WARPS)))
+    q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, word_layout(ELEMENT, WARPS)))
     part, row = q // 8 % PARTS, q // (8 * PARTS) * 8 + q % 8
     column = gl.program_id(0) * BLOCK_N
     words_ptrs = codes_ptr + expert * (PARTS * PART)
-    words_ptrs += gl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * 2048)
-    words_ptrs += words_of_rows(row, NUM_BLOCKS, WARPS) + (part * PART)[:, None]
+    words_ptrs += gl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * TILE)
+    words_ptrs += words_of_rows(row, NUM_BLOCKS, ELEMENT, WARPS) + (part * PART)[:, None]
     word_row = column + row
     q = gl.arange(0, ROWS, layout=row_layout(WARPS))
     part, row = q // 8 % PARTS, q // (8 * PARTS) * 8 + q % 8
@@ -112,7 +113,7 @@ def gate_up_stream_kernel(
     )  # fmt: skip
     span = gl.program_id(2)
     start, end = span * NUM_BLOCKS // SPLIT_K, (span + 1) * NUM_BLOCKS // SPLIT_K
-    shared = begin(source, start, end, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, STAGES)
+    shared = begin(source, start, end, K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, STAGES, ELEMENT)
     acc = stream_products(
         shared, source, start, end, end,
         K, N, PARTS, GROUP_SIZE, ROWS, 1, BLOCK_M, STAGES, WARPS, ELEMENT,

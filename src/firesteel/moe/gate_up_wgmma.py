@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import act_and_store
-from firesteel.moe.pipeline import copy_layout, row_layout, words_of_rows
+from firesteel.moe.pipeline import copy_layout, row_layout, tile_words, word_layout, words_of_rows
 from firesteel.moe.wgmma import products, start
 
 __all__ = ["gate_up_wgmma_kernel"]
@@ -32,6 +32,7 @@ def gate_up_tile(
     ROWS: gl.constexpr = PARTS * BLOCK_N
     BLOCK_M: gl.constexpr = ROUTES if REST == 0 else 2 * ROUTES
     NUM_BLOCKS: gl.constexpr = (K + 127) // 128
+    TILE: gl.constexpr = tile_words(ELEMENT)
     PADDED: gl.constexpr = (N + 63) // 64 * 64
     copy_l: gl.constexpr = copy_layout(WARPS)
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copy_l))
@@ -40,12 +41,12 @@ def gate_up_tile(
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, copy_l))
     x_ptrs = x_ptr + ((routes // TOP_K) * stride_x)[:, None] + k[None, :]
     # Rows of the operand: 8 gate rows, then the up rows of the same columns.
-    q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_l))
+    q = gl.arange(0, ROWS, layout=gl.SliceLayout(1, word_layout(ELEMENT, WARPS)))
     part, row = q // 8 % PARTS, q // (8 * PARTS) * 8 + q % 8
     column = gl.program_id(0) * BLOCK_N
-    words_ptrs = codes_ptr + gl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * 2048)
-    words_ptrs += (part * (PADDED * NUM_BLOCKS * 32))[:, None]
-    words_ptrs += words_of_rows(row, NUM_BLOCKS, WARPS)
+    words_ptrs = codes_ptr + gl.program_id(0) * (BLOCK_N // 64 * NUM_BLOCKS * TILE)
+    words_ptrs += (part * (PADDED // 64 * NUM_BLOCKS * TILE))[:, None]
+    words_ptrs += words_of_rows(row, NUM_BLOCKS, ELEMENT, WARPS)
     word_row = column + row
     q = gl.arange(0, ROWS, layout=row_layout(WARPS))
     part, row = q // 8 % PARTS, q // (8 * PARTS) * 8 + q % 8
@@ -128,7 +129,8 @@ def gate_up_wgmma_kernel(
         gdc_wait()
     PARTS: gl.constexpr = 2 if ACTIVATION != "relu2" else 1
     NUM_BLOCKS: gl.constexpr = (K + 127) // 128
-    PART: gl.constexpr = (N + 63) // 64 * 64 * NUM_BLOCKS * 32
+    TILE: gl.constexpr = tile_words(ELEMENT)
+    PART: gl.constexpr = (N + 63) // 64 * NUM_BLOCKS * TILE
     NUM_GROUPS: gl.constexpr = K // GROUP_SIZE
     UNIT: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     gl.static_assert(PARTS * PART < 2**31)

@@ -106,13 +106,14 @@ def hopper_tile(spec: MoeSpec, num_routes: int) -> Tile | None:
 
 
 def has_wgmma(spec: MoeSpec) -> bool:
-    """Whether Hopper's own kernels read a layer: of one element, int4 with scales of its type.
+    """Whether Hopper's own kernels read a layer: of one element, integers with scales of its type.
 
     Rows of every matrix must start at multiples of 8 numbers, since no copy is below 4 bytes.
     """
     w13, w2 = spec.w13, spec.w2
     is_one = w13.element == w2.element and spec.intermediate_size % 8 == 0
-    return spec.wgmma and is_one and (w13.element != "int4" or w13.scale == w2.scale == spec.dtype)
+    is_integer = w13.element in ("int3", "int4")
+    return spec.wgmma and is_one and (not is_integer or w13.scale == w2.scale == spec.dtype)
 
 
 def num_blocks(num_routes: int, num_experts: int, rows: int) -> int:

@@ -38,19 +38,23 @@ _DTYPES = ("bf16", "fp16")
 _SCALES = ("bf16", "fp16", "fp32")
 FP4_FORMATS = {"mxfp4": (32, "e8m0"), "nvfp4": (16, "e4m3")}
 """Elements of E2M1 codes: columns that share a scale, and the type of the scales."""
-_GLOBAL_SCALES = {"int4": ("none",), "mxfp4": ("none",), "nvfp4": ("multiplier", "divisor")}
+NAMED_FORMATS = {**FP4_FORMATS, "nf3": (32, "e5m3")}
+"""All elements that say that much. Their scales are bytes."""
+BITS = {"int4": 4, "int3": 3, "mxfp4": 4, "nvfp4": 4, "nf3": 3}
+"""Of a code, by element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
-    """How a stack of matrices of 4-bit codes is stored.
+    """How a stack of matrices of 3 or 4-bit codes is stored.
 
     Fields
-        element          int4; or mxfp4 or nvfp4, whose codes are E2M1
-        group_size       columns that share a scale: 32, 64, or a multiple of 128 for int4, 32 for
-                         mxfp4, 16 for nvfp4
-        scale            their type: bf16, fp16 or fp32 for int4, e8m0 for mxfp4, e4m3 for nvfp4
-        has_zero_points  stored zero points; else int4's is 8
+        element          int4 or int3; mxfp4 or nvfp4, whose codes are E2M1; or nf3
+        group_size       columns that share a scale: 32, 64, or a multiple of 128 for integers, 32
+                         for mxfp4 and nf3, 16 for nvfp4
+        scale            their type: bf16, fp16 or fp32 for integers, e8m0 for mxfp4, e4m3 for
+                         nvfp4, e5m3 for nf3
+        has_zero_points  stored zero points; else int4's is 8 and int3's 4
         has_bias         a bias a row, in the layer's dtype
         global_scale     what the fp32 scale of each nvfp4 matrix is: multiplier or divisor; else
                          none
@@ -82,16 +86,22 @@ class StoredWeights:
             global_scale=global_scale or usual,
         )
 
+    @classmethod
+    def nf3(cls, *, has_bias: bool = False) -> StoredWeights:
+        """Stored as nf3 is."""
+        group_size, scale = NAMED_FORMATS["nf3"]
+        return cls(element="nf3", group_size=group_size, scale=scale, has_bias=has_bias)
+
     @property
     def operand_scale(self) -> str:
-        """The type of the scales as kernels are given them: those of FP4 are bytes."""
-        return "u8" if self.element in FP4_FORMATS else self.scale
+        """The type of the scales as kernels are given them: of named formats they are bytes."""
+        return "u8" if self.element in NAMED_FORMATS else self.scale
 
     @property
     def bytes_per_weight(self) -> float:
         """Of codes, scales and zero points in memory, padding left out."""
-        scale = {"bf16": 2, "fp16": 2, "fp32": 4, "e8m0": 1, "e4m3": 1}[self.scale]
-        return 0.5 + (scale + self.has_zero_points) / self.group_size
+        scale = {"bf16": 2, "fp16": 2, "fp32": 4}.get(self.scale, 1)
+        return BITS[self.element] / 8 + (scale + self.has_zero_points) / self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +122,7 @@ class MoeSpec:
         pdl                launches may start before the one before has ended; needs sm_90 or later
         wgmma              kernels may be those that only sm_90 runs; needs Triton 3.6 or later
         table              tiles by measurement; changes speed, and results by rounding: in the last
-                           bits, and more where int4 takes tiles "wgmma" of over 16 routes
+                           bits, and more where other than FP4 takes tiles "wgmma" of over 16 routes
                            (`firesteel.moe.tuning`)
     """
 
@@ -276,9 +286,10 @@ class MoeSpec:
         """A stack of `parts` matrices `[n, k]` an expert, as `firesteel.formats.packed` has it."""
         e, rows, groups = self.num_experts, parts * n, k // stored.group_size
         num_tiles, num_blocks = -(-n // TILE_ROWS), -(-k // BLOCK_K)
+        # Words of four codes, of a row of a tile; of 3 bits there are three runs of such rows.
+        words = (3, TILE_ROWS, 8) if BITS[stored.element] == 3 else (TILE_ROWS, 32)
         found = [
-            # Words of four codes: tile of rows, block of columns, row of the tile, 32 words of it.
-            Operand(f"{name}.codes", "i16", (e, parts, num_tiles, num_blocks, TILE_ROWS, 32)),
+            Operand(f"{name}.codes", "i16", (e, parts, num_tiles, num_blocks, *words)),
             Operand(f"{name}.scales", stored.operand_scale, (e, groups, rows)),
         ]
         if stored.global_scale != "none":
@@ -312,9 +323,9 @@ class MoeSpec:
 def _kind(stored: StoredWeights, dtype: str) -> str:
     """`int4-g128-asym-fp32-bias`; the type of scales only where it is not the layer's.
 
-    Of FP4 `mxfp4` or `nvfp4-divisor`, which give the group and the type of scales.
+    Of others `mxfp4`, `nvfp4-divisor` or `nf3`, which give the group and the type of scales.
     """
-    if stored.element in FP4_FORMATS:
+    if stored.element in NAMED_FORMATS:
         words = [stored.element]
         words += [stored.global_scale] * (stored.global_scale != "none")
     else:
@@ -337,24 +348,22 @@ def check_weights(name: str, stored: StoredWeights, k: int) -> None:
         UnsupportedError: they do not, or no kernel reads them.
     """
     element = stored.element
-    if element not in _GLOBAL_SCALES:
-        raise UnsupportedError(
-            f"{name}.element: got {element!r}, must be one of {', '.join(_GLOBAL_SCALES)}"
-        )
-    allowed = _GLOBAL_SCALES[element]
+    if element not in BITS:
+        raise UnsupportedError(f"{name}.element: got {element!r}, must be one of {', '.join(BITS)}")
+    allowed = ("multiplier", "divisor") if element == "nvfp4" else ("none",)
     if stored.global_scale not in allowed:
         words = " or ".join(map(repr, allowed))
         raise UnsupportedError(
             f"{name}.global_scale: got {stored.global_scale!r}, must be {words} of {element}"
         )
-    if element in FP4_FORMATS:
-        _check_fp4(name, stored, k)
+    if element in NAMED_FORMATS:
+        _check_named(name, stored, k)
     else:
-        _check_int4(name, stored, k)
+        _check_integers(name, stored, k)
 
 
-def _check_fp4(name: str, stored: StoredWeights, k: int) -> None:
-    group_size, scale = FP4_FORMATS[stored.element]
+def _check_named(name: str, stored: StoredWeights, k: int) -> None:
+    group_size, scale = NAMED_FORMATS[stored.element]
     if stored.group_size != group_size or k % group_size:
         raise UnsupportedError(
             f"{name}.group_size: got {stored.group_size} for {k} columns, must be {group_size} of "
@@ -370,7 +379,7 @@ def _check_fp4(name: str, stored: StoredWeights, k: int) -> None:
         )
 
 
-def _check_int4(name: str, stored: StoredWeights, k: int) -> None:
+def _check_integers(name: str, stored: StoredWeights, k: int) -> None:
     group_size = stored.group_size
     fits = group_size in GROUP_SIZES or group_size == k or group_size % BLOCK_K == 0
     if group_size <= 0 or not fits or k % group_size:
@@ -422,10 +431,10 @@ def geometry(
     group_size: int = 128,
     has_zero_points: bool = False,
 ) -> MoeSpec:
-    """The layer of a model by name: int4 with bf16 scales, or mxfp4 or nvfp4 as they are.
+    """The layer of a model by name: integers with bf16 scales, or mxfp4, nvfp4 or nf3 as they are.
 
     Args:
-        group_size, has_zero_points: of int4; the others have their own.
+        group_size, has_zero_points: of integers; the others have their own.
 
     Raises
         InvalidArgumentError: no such model, or it cannot be split so.
@@ -434,7 +443,9 @@ def geometry(
     if name not in GEOMETRIES:
         raise InvalidArgumentError(f"model: got {name!r}, must be one of {', '.join(GEOMETRIES)}")
     has_bias = name in WITH_BIAS
-    if element in FP4_FORMATS:
+    if element == "nf3":
+        stored = StoredWeights.nf3(has_bias=has_bias)
+    elif element in FP4_FORMATS:
         stored = StoredWeights.fp4(element, has_bias=has_bias)
     else:
         stored = StoredWeights(

@@ -7,15 +7,23 @@
 
 A program multiplies row blocks of W by 8 or 16 routes with `mma.sync`, W on the left. Codes, scales
 and x all come by `cp.async`, blocks of 128 columns STAGES - 1 ahead, so that nothing in the loop
-waits for memory but for the block itself. Of int4, products of a group are summed, then scaled in
-fp32.
+waits for memory but for the block itself. Products of a group are summed, then scaled in fp32; FP4
+weights are scaled before.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block, fp4_of_plane
+from firesteel.moe.narrow import e5m3_scales
+from firesteel.moe.pipeline import (
+    buffers,
+    codes_of_plane,
+    copy_block,
+    fp4_of_plane,
+    load_words,
+    word_buffers,
+)
 from firesteel.moe.tile import fp4_scales
 
 __all__ = ["begin", "stream_products", "x_layout"]
@@ -25,6 +33,12 @@ __all__ = ["begin", "stream_products", "x_layout"]
 def sum_layout(WARPS):
     """Of products: each warp has 16 rows of W."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+
+
+@gluon.constexpr_function
+def operand_layout(WARPS):
+    """Of the numbers of W in those products."""
+    return gl.DotOperandLayout(operand_index=0, parent=sum_layout(WARPS), k_width=2)
 
 
 @gluon.constexpr_function
@@ -38,23 +52,23 @@ def begin(
     source, first, last,
     K: gl.constexpr, HEIGHT: gl.constexpr, PARTS: gl.constexpr, GROUP_SIZE: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """Buffers, and copies of the blocks of turns from `first` on. source is as `copy_block`'s."""
     gl.static_assert(STAGES >= 2)
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE
     row_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_s: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    words_s: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     shared = (
         buffers(source[0].dtype.element_ty, 1, [STAGES, BLOCK_M, 128], x_s),
-        buffers(gl.int16, 1, [STAGES, ROWS, 32], words_s),
+        word_buffers(ELEMENT, STAGES, ROWS),
         buffers(source[5].dtype.element_ty, GROUPS, [STAGES, ROWS], row_s),
         buffers(gl.uint8, GROUPS * len(source[6]), [STAGES, ROWS], row_s),
     )
     for ahead in gl.static_range(STAGES - 1):
         copy_block(
             shared, source, first + ahead, last,
-            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
+            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES, ELEMENT,
         )  # fmt: skip
     return shared
 
@@ -67,18 +81,26 @@ def add_plane(part, numbers, x, PLANE: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def add_int4_block(acc, words, scales, zeros, x, slot, WARPS: gl.constexpr):
-    """acc + the product of a block of int4: of each group a sum, which its scales multiply."""
+def add_grouped_block(
+    acc, words, scales, zeros, x, slot, ELEMENT: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """acc + the product of a block but of FP4: of each group a sum, which its scales multiply."""
     GROUPS: gl.constexpr = len(scales)
     sum_l: gl.constexpr = acc.type.layout
+    words_l: gl.constexpr = operand_layout(WARPS)
     for span in gl.static_range(GROUPS):
-        scale = scales[span].index(slot).load(gl.SliceLayout(1, sum_l)).to(gl.float32)
+        scale = scales[span].index(slot).load(gl.SliceLayout(1, sum_l))
+        if ELEMENT == "nf3":
+            scale = e5m3_scales(scale, x.dtype, gl.float32)
+        scale = scale.to(gl.float32)
         zero = ()
         if len(zeros) > 0:
-            zero = (zeros[span].index(slot).load(gl.SliceLayout(1, words.type.layout)),)
+            zero = (zeros[span].index(slot).load(gl.SliceLayout(1, words_l)),)
         part = gl.zeros(acc.shape, gl.float32, layout=sum_l)
         for step in gl.static_range(4 // GROUPS):
-            numbers = codes_of_plane(words, zero, x, span * (4 // GROUPS) + step)
+            numbers = codes_of_plane(
+                words, zero, x, span * (4 // GROUPS) + step, words_l, ELEMENT
+            )  # fmt: skip
             part = add_plane(part, numbers, x, span * (4 // GROUPS) + step, WARPS)
         acc += part * scale[:, None]
     return acc
@@ -89,7 +111,7 @@ def add_fp4_block(acc, words, scales, x, slot, ELEMENT: gl.constexpr, WARPS: gl.
     """acc + the product of a block of FP4, each weight scaled by itself, exactly."""
     rows = ()
     for span in gl.static_range(len(scales)):
-        bits = scales[span].index(slot).load(gl.SliceLayout(1, words.type.layout))
+        bits = scales[span].index(slot).load(gl.SliceLayout(1, operand_layout(WARPS)))
         rows = rows + (fp4_scales(bits, x.dtype, ELEMENT),)
     for plane in gl.static_range(4):
         acc = add_plane(acc, fp4_of_plane(words, rows, x, plane), x, plane, WARPS)
@@ -107,19 +129,18 @@ def stream_products(
     gl.static_assert(ROWS % (16 * WARPS) == 0)
     xs, words, scales, zeros = shared
     sum_l: gl.constexpr = sum_layout(WARPS)
-    words_l: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sum_l, k_width=2)
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, layout=sum_l)
     for turn in range(first, end):
         slot = turn % STAGES
         async_copy.wait_group(STAGES - 2)
         copy_block(
             shared, source, turn + STAGES - 1, last,
-            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
+            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES, ELEMENT,
         )  # fmt: skip
-        block = words[0].index(slot).load(words_l)
+        block = load_words(words, slot, operand_layout(WARPS), ELEMENT, WARPS)
         x = xs[0].index(slot).permute((1, 0))
-        if ELEMENT == "int4":
-            acc = add_int4_block(acc, block, scales, zeros, x, slot, WARPS)
+        if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
+            acc = add_fp4_block(acc, block[0], scales, x, slot, ELEMENT, WARPS)
         else:
-            acc = add_fp4_block(acc, block, scales, x, slot, ELEMENT, WARPS)
+            acc = add_grouped_block(acc, block, scales, zeros, x, slot, ELEMENT, WARPS)
     return acc

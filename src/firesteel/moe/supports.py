@@ -12,16 +12,15 @@ from firesteel.moe.spec import MoeSpec, StoredWeights, check_weights
 
 __all__ = ["RECIPES", "check_scale_range", "moe_spec_of"]
 
-RECIPES = "int4-g32, int4-g64 and int4-g128, each also with -asym, mxfp4 and nvfp4"
+RECIPES = "int3 and int4 with -g32, -g64 or -g128, each also with -asym, mxfp4, nvfp4 and nf3"
 """The recipes that kernels exist for, in words for error messages."""
 
 MAX_E8M0 = {"bf16": 160, "fp16": 128}
 """The largest MXFP4 scale byte whose weights are numbers in a kernel, by the layer's dtype."""
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_SCALES = {"int4": ("bf16", "fp16", "fp32"), "e2m1": ("e8m0", "e4m3")}
-# Why there is no kernel for an element yet, where bits alone do not say it.
-_WITHOUT_KERNEL = {"nf3": "; none looks codes up in a table of eight values yet"}
+_INTEGERS = ("bf16", "fp16", "fp32")
+_SCALES = {"int3": _INTEGERS, "int4": _INTEGERS, "e2m1": ("e8m0", "e4m3"), "nf3": ("e5m3",)}
 
 
 def moe_spec_of(
@@ -106,8 +105,7 @@ def _reasons(name: str, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
             f"{name}: matrices are {[scheme.n, scheme.k]}, the layer's sizes give {list(shape)}"
         )
     if scheme.element not in _SCALES:
-        why = _WITHOUT_KERNEL.get(scheme.element, "")
-        found.append(f"{name}: element is {scheme.element}, must be int4 or e2m1{why}")
+        found.append(f"{name}: element is {scheme.element}, must be one of {', '.join(_SCALES)}")
     elif scheme.scale not in _SCALES[scheme.element]:
         allowed = ", ".join(_SCALES[scheme.element])
         found.append(

@@ -1,16 +1,19 @@
 # pyright: basic
 # pyright: reportAssignmentType=false, reportRedeclaration=false, reportArgumentType=false
 # ruff: noqa: ANN001, ANN201
-"""What the two weight kernels share: whose rows a program has, 4-bit numbers, the activation.
+"""What the two weight kernels share: whose rows a program has, numbers of codes, the activation.
 
 A weight kernel computes out^T = W x^T a tile at a time: BLOCK_N rows of W on the left, BLOCK_M
 routes on the right, so that the numbers of a weight go from registers into the product. A block
 of 128 columns of W is 32 words of 16 bits a row; plane p of them (bits 4p..) is columns
 32p .. 32p + 31, so one shift and one mask give a whole left operand (`formats.packed.pack_codes`).
+Codes of 3 bits are 24 words a row: `firesteel.moe.narrow` has them.
 """
 
 import triton
 import triton.language as tl
+
+from firesteel.moe.narrow import e5m3_scales, narrow_numbers
 
 
 @triton.jit
@@ -140,14 +143,17 @@ def load_columns(x_rows, is_row, start, PLANE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def word_offsets(row, NUM_BLOCKS: tl.constexpr):
+def word_offsets(row, NUM_BLOCKS: tl.constexpr, ELEMENT: tl.constexpr):
     """Offsets of the words `[rows, 32]` of rows of a matrix in block 0, in words.
 
-    A tile of 64 rows and 128 columns is 2048 words in one piece; tiles of a row of tiles follow
-    each other along the columns.
+    A tile of 64 rows and 128 columns is 2048 words in one piece, of 3 bits three of 512, of which
+    these are the first, `[rows, 8]`; tiles of a row of tiles follow each other along the columns.
     """
-    tile = (row // 64) * (NUM_BLOCKS * 2048) + (row % 64) * 32
-    return tile[:, None] + tl.arange(0, 32)[None, :]
+    IS_NARROW: tl.constexpr = ELEMENT == "nf3" or ELEMENT == "int3"
+    WIDTH: tl.constexpr = 8 if IS_NARROW else 32
+    TILE: tl.constexpr = 1536 if IS_NARROW else 2048
+    tile = (row // 64) * (NUM_BLOCKS * TILE) + (row % 64) * WIDTH
+    return tile[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
@@ -157,7 +163,7 @@ def load_where(ptrs, mask):
 
 
 @triton.jit
-def add_int4_block(
+def add_grouped_block(
     acc,
     codes_ptrs,
     scales_ptrs,
@@ -172,17 +178,26 @@ def add_int4_block(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    ELEMENT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """acc + the product of one 128-column block of W with x, `[BLOCK_N, BLOCK_M]` fp32.
 
-    codes_ptrs `[BLOCK_N, 32]` at block 0; scales_ptrs and zeros_ptrs `[BLOCK_N]` at group 0, with
-    ROWS from a group to the next. is_out is None where every row is one, is_tile where every row
-    has words. Planes that share a scale are summed before they are scaled.
+    codes_ptrs `[BLOCK_N, 32]` at block 0, of 3 bits `[BLOCK_N, 8]`; scales_ptrs and zeros_ptrs
+    `[BLOCK_N]` at group 0, with ROWS from a group to the next. is_out is None where every row is
+    one, is_tile where every row has words. Planes that share a scale are summed before they are
+    scaled.
     """
+    IS_NARROW: tl.constexpr = ELEMENT == "nf3" or ELEMENT == "int3"
+    TILE: tl.constexpr = 1536 if IS_NARROW else 2048
+    HAS_ZEROS: tl.constexpr = zeros_ptrs is not None
     IS_WIDE: tl.constexpr = GROUP_SIZE == K or GROUP_SIZE % 128 == 0
     PLANES: tl.constexpr = 4 if IS_WIDE else GROUP_SIZE // 32
-    words = load_where(codes_ptrs + block * 2048, is_tile)
+    words = load_where(codes_ptrs + block * TILE, is_tile)
+    second, third = words, words
+    if IS_NARROW:
+        second = load_where(codes_ptrs + (block * TILE + 512), is_tile)
+        third = load_where(codes_ptrs + (block * TILE + 1024), is_tile)
     zero = zero_of(tl.full((1, 1), 8.0, tl.float32), x0.dtype)
     for span in tl.static_range(4 // PLANES):
         column = block * 128 + span * 32 * PLANES
@@ -190,15 +205,25 @@ def add_int4_block(
         mask = is_out
         if K % 128 != 0:
             mask = (column < K) if is_out is None else is_out & (column < K)
-        scale = load_where(scales_ptrs + group * ROWS, mask).to(tl.float32)
-        if zeros_ptrs is not None:
-            points = load_where(zeros_ptrs + group * ROWS, mask).to(tl.float32)
-            zero = zero_of(points, x0.dtype)[:, None]
+        scale = load_where(scales_ptrs + group * ROWS, mask)
+        if ELEMENT == "nf3":
+            scale = e5m3_scales(scale, x0.dtype, tl.float32)
+        scale = scale.to(tl.float32)
+        if HAS_ZEROS:
+            zero = load_where(zeros_ptrs + group * ROWS, mask).to(tl.float32)[:, None]
+            zero = zero.to(x0.dtype) if IS_NARROW else zero_of(zero, x0.dtype)
         part = tl.zeros(acc.shape, dtype=tl.float32)
         for plane in tl.static_range(4):
             if plane // PLANES == span:
                 x = x0 if plane == 0 else x1 if plane == 1 else x2 if plane == 2 else x3
-                numbers = magic_of_plane(words, x0.dtype, plane, PAIRS) - zero
+                if IS_NARROW:
+                    numbers = narrow_numbers(
+                        words, second, third, x0.dtype, plane, ELEMENT, HAS_ZEROS, PAIRS
+                    )
+                    if HAS_ZEROS:
+                        numbers -= zero
+                else:
+                    numbers = magic_of_plane(words, x0.dtype, plane, PAIRS) - zero
                 part = tl.dot(numbers, x, part, input_precision="ieee")
         acc += part * scale[:, None]
     return acc
@@ -280,7 +305,7 @@ def e2m1_of_plane(words, dtype: tl.constexpr, PLANE: tl.constexpr, PAIRS: tl.con
 def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
     """Scales from their bytes, times what makes `e2m1_of_plane` times them 2**-s of a weight.
 
-    s is what `fp4_unit` multiplies back. With it a weight is exact in bf16 for MXFP4 scales of
+    s is what `unit_of_sums` multiplies back. With it a weight is exact in bf16 for MXFP4 scales of
     2**-100 to 2**33 and every NVFP4 scale, and in fp16 for 2**-23 to 2 and every NVFP4 scale. A
     smaller scale gives weights that are off by at most 2**-102, or 2**-25 in fp16; a larger one
     infinite weights, which `moe.supports` refuses.
@@ -304,14 +329,20 @@ def fp4_scales(bits, dtype: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def fp4_unit(
+def unit_of_sums(
     global_scale_ptr, matrix, dtype: tl.constexpr, ELEMENT: tl.constexpr, DIVIDES: tl.constexpr
 ):
-    """What a sum of products with FP4 weights lacks: 2**s, and the scale of the whole matrix.
+    """What a sum of products with FP4 or nf3 weights lacks: 2**s, and the scale of the matrix.
 
-    Both are one factor, which is infinite for a matrix-wide scale of 2**96 and more.
+    s is what `fp4_scales` and `e5m3_scales` leave. Both are one factor, which is infinite for a
+    matrix-wide scale of 2**96 and more.
     """
-    UNIT: tl.constexpr = 2.0**32 if dtype != tl.float16 else 1.0 if ELEMENT == "mxfp4" else 256.0
+    if ELEMENT == "nf3":
+        UNIT: tl.constexpr = 1.0 if dtype == tl.float16 else 2.0**60
+    elif dtype != tl.float16:
+        UNIT: tl.constexpr = 2.0**32
+    else:
+        UNIT: tl.constexpr = 1.0 if ELEMENT == "mxfp4" else 256.0
     unit = tl.cast(UNIT, tl.float32)
     if global_scale_ptr is not None:
         scale = tl.load(global_scale_ptr + matrix)
@@ -325,7 +356,7 @@ def add_fp4_block(
     K: tl.constexpr, ROWS: tl.constexpr, GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """As `add_int4_block`, but that the product lacks what `fp4_unit` has.
+    """As `add_grouped_block`, but that the product lacks what `unit_of_sums` has.
 
     Every weight is scaled by itself, exactly, so that all products add up in one sum.
     """
@@ -362,14 +393,14 @@ def add_block(
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """acc + the product of one block, by the function of the element."""
-    if ELEMENT == "int4":
-        acc = add_int4_block(
-            acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
-            K, ROWS, GROUP_SIZE, PAIRS,
-        )  # fmt: skip
-    else:
+    if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
         acc = add_fp4_block(
             acc, codes_ptrs, scales_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
+            K, ROWS, GROUP_SIZE, ELEMENT, PAIRS,
+        )  # fmt: skip
+    else:
+        acc = add_grouped_block(
+            acc, codes_ptrs, scales_ptrs, zeros_ptrs, is_out, is_tile, block, x0, x1, x2, x3,
             K, ROWS, GROUP_SIZE, ELEMENT, PAIRS,
         )  # fmt: skip
     return acc

@@ -10,8 +10,9 @@ expert. A layer takes the rows of the nearest shape, so that a table serves ever
     3. of shapes equally far, the smallest
 
 Tables change how fast a layer runs, and the rounding of its results: the last bits where sums are
-split otherwise, and more for int4 in tiles of over 16 routes of mode "wgmma", whose kernels round
-each weight once to 16 bits before the product. `firesteel.moe.tuning_file` reads and writes them.
+split otherwise, and more, but for FP4, in tiles of over 16 routes of mode "wgmma", whose kernels
+round each weight once to 16 bits before the product. `firesteel.moe.tuning_file` reads and writes
+them.
 """
 
 from __future__ import annotations
@@ -336,9 +337,9 @@ def _ratio(a: int, b: int) -> Fraction:
 @lru_cache(maxsize=256)
 def recipe_name(element: str, group_size: int, has_zero_points: bool) -> str:
     """`int4-g128-asym`, or the element alone where it says all that: `mxfp4`."""
-    if element != "int4":
+    if not element.startswith("int"):
         return element
-    return f"int4-g{group_size}" + "-asym" * has_zero_points
+    return f"{element}-g{group_size}" + "-asym" * has_zero_points
 
 
 @lru_cache(maxsize=256)
@@ -355,6 +356,6 @@ def layer_tiles(
     """
     shape = table.nearest(hidden_size, intermediate_size, recipe)
     found = table.tiles(shape)
-    # Between int4 and FP4 what is fastest on Hopper does not carry over.
-    is_alike = recipe.startswith("int4") == shape.recipe.startswith("int4")
+    # Between FP4 and what is scaled group by group what is fastest on Hopper does not carry over.
+    is_alike = ("fp4" in recipe) == ("fp4" in shape.recipe)
     return found if is_alike else replace(found, wgmma=())

@@ -59,7 +59,7 @@ _TEXTS = {
     "torch": (re.compile(r"\d+\.\d+\S*"), "a version"),
     "triton": (re.compile(r"\d+\.\d+\S*"), "a version"),
 }
-_RECIPE = re.compile(r"int4-g[1-9]\d*(-asym)?|mxfp4|nvfp4")
+_RECIPE = re.compile(r"int[34]-g[1-9]\d*(-asym)?|mxfp4|nvfp4|nf3")
 _MOST = 1 << 31
 # Fields of a row that only some modes have.
 _OWN: dict[str, tuple[str, ...]] = {

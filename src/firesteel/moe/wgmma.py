@@ -11,7 +11,7 @@ is one product, and the next is unpacked while it runs.
 
 Products of a group cannot be scaled apart here, since that would take every accumulator twice: a
 scale multiplies its weights, in the 16-bit type, before the product. So the numbers are those of
-weights dequantised to that type, rounded once.
+weights dequantised to that type, rounded once; of nf3 in bf16 that is the format's own rounding.
 """
 
 from triton.experimental import gluon
@@ -23,7 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from firesteel.moe.pipeline import buffers, codes_of_plane, copy_block, fp4_of_plane
+from firesteel.moe.narrow import e5m3_scales
+from firesteel.moe.pipeline import (
+    buffers,
+    codes_of_plane,
+    copy_block,
+    fp4_of_plane,
+    load_words,
+    word_buffers,
+)
 from firesteel.moe.tile import fp4_scales
 
 __all__ = ["products", "start"]
@@ -53,26 +61,33 @@ def load_block(
     scale, zero = (), ()
     for span in gl.static_range(len(scales)):
         loaded = scales[span].index(slot).load(row)
-        if ELEMENT != "int4":
+        if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
             loaded = fp4_scales(loaded, xs[0].dtype, ELEMENT)
+        elif ELEMENT == "nf3":
+            loaded = e5m3_scales(loaded, xs[0].dtype, xs[0].dtype)
         scale = scale + (loaded,)
     for span in gl.static_range(len(zeros)):
         zero = zero + (zeros[span].index(slot).load(row),)
-    return words[0].index(slot).load(operand_layout(ROUTES, WARPS)), scale, zero
+    loaded = load_words(words, slot, operand_layout(ROUTES, WARPS), ELEMENT, WARPS)
+    return loaded, scale, zero
 
 
 @gluon.jit
-def numbers_of_plane(loaded, ELEMENT: gl.constexpr, PLANE: gl.constexpr):
-    """Weights `[rows, 32]` of a plane of a block: int4 rounded once to the type of the scales."""
+def numbers_of_plane(
+    loaded, ELEMENT: gl.constexpr, PLANE: gl.constexpr, ROUTES: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """Weights `[rows, 32]` of a plane of a block: but of FP4 rounded once to the scales' type."""
     words, scales, zeros = loaded
-    if ELEMENT == "int4":
+    if ELEMENT == "mxfp4" or ELEMENT == "nvfp4":
+        numbers = fp4_of_plane(words[0], scales, scales[0], PLANE)
+    else:
         span: gl.constexpr = PLANE * len(scales) // 4
         zero = ()
         if len(zeros) > 0:
             zero = (zeros[span],)
-        numbers = codes_of_plane(words, zero, scales[span], PLANE) * scales[span][:, None]
-    else:
-        numbers = fp4_of_plane(words, scales, scales[0], PLANE)
+        layout: gl.constexpr = operand_layout(ROUTES, WARPS)
+        numbers = codes_of_plane(words, zero, scales[span], PLANE, layout, ELEMENT)
+        numbers *= scales[span][:, None]
     return numbers
 
 
@@ -112,23 +127,22 @@ def start(
     GROUPS: gl.constexpr = 1 if GROUP_SIZE == K else (127 + GROUP_SIZE) // GROUP_SIZE
     dtype: gl.constexpr = source[0].dtype.element_ty
     plane_s: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-    words_s: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     row_s: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = (
         buffers(dtype, 4, [STAGES, BLOCK_M, 32], plane_s),
-        buffers(gl.int16, 1, [STAGES, ROWS, 32], words_s),
+        word_buffers(ELEMENT, STAGES, ROWS),
         buffers(source[5].dtype.element_ty, GROUPS, [STAGES, ROWS], row_s),
         buffers(gl.uint8, GROUPS * len(source[6]), [STAGES, ROWS], row_s),
     )
     for turn in gl.static_range(STAGES - 1):
         copy_block(
             shared, source, turn, SPAN * ((K + 127) // 128),
-            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
+            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES, ELEMENT,
         )  # fmt: skip
     async_copy.wait_group(STAGES - 2)
     fence_async_shared()
     now = load_block(shared, 0, ELEMENT, ROUTES, WARPS)
-    return shared, now, numbers_of_plane(now, ELEMENT, 0)
+    return shared, now, numbers_of_plane(now, ELEMENT, 0, ROUTES, WARPS)
 
 
 @gluon.jit
@@ -150,7 +164,7 @@ def products(
     for turn in range(first, first + NUM_BLOCKS):
         slot = turn % STAGES
         acc, rest = multiply(a0, xs[0].index(slot), acc, rest, ROUTES, REST, WARPS)
-        a1 = numbers_of_plane(now, ELEMENT, 1)
+        a1 = numbers_of_plane(now, ELEMENT, 1, ROUTES, WARPS)
         acc, rest = multiply(a1, xs[1].index(slot), acc, rest, ROUTES, REST, WARPS)
         acc, rest, a0 = wait(1, acc, rest, a0, REST)
         # Past the barrier here every warp is done with the block before, and the next is there.
@@ -158,15 +172,15 @@ def products(
         fence_async_shared()
         copy_block(
             shared, source, turn + STAGES - 1, SPAN * NUM_BLOCKS,
-            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES,
+            K, HEIGHT, PARTS, GROUP_SIZE, ROWS, SPAN, STAGES, ELEMENT,
         )  # fmt: skip
-        a2 = numbers_of_plane(now, ELEMENT, 2)
+        a2 = numbers_of_plane(now, ELEMENT, 2, ROUTES, WARPS)
         acc, rest = multiply(a2, xs[2].index(slot), acc, rest, ROUTES, REST, WARPS)
         acc, rest, a1 = wait(1, acc, rest, a1, REST)
-        a3 = numbers_of_plane(now, ELEMENT, 3)
+        a3 = numbers_of_plane(now, ELEMENT, 3, ROUTES, WARPS)
         acc, rest = multiply(a3, xs[3].index(slot), acc, rest, ROUTES, REST, WARPS)
         now = load_block(shared, (turn + 1) % STAGES, ELEMENT, ROUTES, WARPS)
         acc, rest, a2 = wait(1, acc, rest, a2, REST)
-        a0 = numbers_of_plane(now, ELEMENT, 0)
+        a0 = numbers_of_plane(now, ELEMENT, 0, ROUTES, WARPS)
     acc, rest, a0 = wait(0, acc, rest, a0, REST)
     return acc, rest, now, a0

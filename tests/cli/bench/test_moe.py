@@ -30,8 +30,10 @@ def test_the_floor_is_that_of_the_reference_table(tokens: int, floor: float) -> 
     assert floor_us(spec, tokens, hit) == pytest.approx(floor, rel=0.02)
 
 
-@pytest.mark.parametrize(("element", "each"), [("mxfp4", 0.53125), ("nvfp4", 0.5625)])
-def test_the_floor_counts_the_bytes_of_fp4(element: str, each: float) -> None:
+@pytest.mark.parametrize(
+    ("element", "each"), [("mxfp4", 0.53125), ("nvfp4", 0.5625), ("nf3", 0.40625)]
+)
+def test_the_floor_counts_the_bytes_of_the_format(element: str, each: float) -> None:
     spec = geometry("gpt-oss-120b", element=element)
     found = floor_us(spec, 1, 4) * BANDWIDTH / 1e6
     assert found == pytest.approx(4 * 3 * 2880 * 2880 * each + 4 * 2880)
@@ -48,6 +50,9 @@ def test_the_floor_counts_the_bytes_of_fp4(element: str, each: float) -> None:
             w2=StoredWeights.fp4("nvfp4", global_scale="multiplier"),
         ),
         replace(SMALL, w13=StoredWeights(group_size=64, has_zero_points=True, has_bias=True)),
+        replace(SMALL, w13=StoredWeights.nf3(), w2=StoredWeights.nf3()),
+        replace(SMALL, w13=StoredWeights(element="int3", has_zero_points=True)),
+        replace(SMALL, w13=StoredWeights(element="int3", group_size=32)),
         replace(SMALL, activation=Activation(name="swigluoai")),
     ],
 )
@@ -61,9 +66,15 @@ def test_the_oracle_is_the_librarys(spec: MoeSpec) -> None:
     assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("element", ["int4", "mxfp4", "nvfp4"])
-def test_inputs_are_of_the_operands_shapes(element: str) -> None:
-    stored = SMALL.w2 if element == "int4" else StoredWeights.fp4(element)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *(SMALL.w2, StoredWeights.fp4("mxfp4"), StoredWeights.fp4("nvfp4"), StoredWeights.nf3()),
+        StoredWeights(element="int3", group_size=32, has_zero_points=True),
+    ],
+    ids=lambda stored: stored.element,
+)
+def test_inputs_are_of_the_operands_shapes(stored: StoredWeights) -> None:
     spec = replace(SMALL, w13=stored, w2=stored)
     weights = random_weights(spec, CPU)
     for operand in spec.operands((("ids", "i32"),)):

@@ -200,7 +200,7 @@ def test_modes_that_are_not_tuned_stay_whatever_table_is_started_from(
     assert replace(GLM, table=read_table(out)).tiles.wgmma == mine.wgmma
 
 
-@pytest.mark.parametrize("recipe", ["int4-g32", "int4-g32-asym", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["int4-g32", "int4-g32-asym", "mxfp4", "nvfp4", "nf3"])
 def test_every_recipe_is_tuned(h200: Timer, tmp_path: Path, recipe: str) -> None:
     h200.us = times
     out = tmp_path / "made.json"

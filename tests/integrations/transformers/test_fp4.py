@@ -1,4 +1,4 @@
-"""FP4 checkpoints bound to the kernels of their plan: the tensors are the loaded layer's own."""
+"""FP4 and 3-bit checkpoints bound to the kernels of their plan: the tensors are the layer's own."""
 
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ STORED = {
     "llmcompressor-nvfp4a16-w4-g16-sym-attn": ("nvfp4", "divisor"),
     "modelopt-nvfp4-w4-g16-sym": ("nvfp4", "multiplier"),
     "modelopt-nvfp4a16-w4-g16-sym-attn": ("nvfp4", "multiplier"),
+    "llmcompressor-ct-w3-g32-asym": ("int3", "none"),
 }
 
 
@@ -40,10 +41,15 @@ def spec_of(module: PackedExperts, model: Any) -> MoeSpec:
 
 @pytest.mark.parametrize("folder", STORED)
 def test_a_layer_of_a_checkpoint_binds_without_a_copy(folder: str) -> None:
-    model = load_model(CHECKPOINTS / folder, device="cpu")
+    check_bound(CHECKPOINTS / folder, *STORED[folder])
+
+
+def check_bound(folder: Path, element: str, global_scale: str) -> None:
+    model = load_model(folder, device="cpu")
     module = next(each for each in model.modules() if isinstance(each, PackedExperts))
     spec = spec_of(module, model)
-    assert {(each.element, each.global_scale) for each in (spec.w13, spec.w2)} == {STORED[folder]}
+    stored = {(each.element, each.global_scale) for each in (spec.w13, spec.w2)}
+    assert stored == {(element, global_scale)}
     tensors = operand_tensors(
         module.gate_up, module.down, bias13=module.gate_up_bias, bias2=module.down_bias
     )

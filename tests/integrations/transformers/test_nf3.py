@@ -13,6 +13,7 @@ from firesteel.integrations.transformers import load_model, load_report
 from tests.checkpoints import edit_config, write, write_tensors
 from tests.cli.command import assert_error, invoke, invoke_json
 from tests.integrations.transformers.compare import packed_experts, prompts
+from tests.integrations.transformers.test_fp4 import check_bound
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 
@@ -52,6 +53,10 @@ def test_a_saved_model_gives_the_same_bits(saved: Path, dtype: torch.dtype) -> N
         assert torch.equal(weight, weight.bfloat16().float())
         picked = module.down.linear(1, torch.eye(weight.shape[1], dtype=dtype))
         assert torch.equal(picked.T.float(), weight)
+
+
+def test_a_layer_binds_without_a_copy(saved: Path) -> None:
+    check_bound(saved, "nf3", "none")
 
 
 def test_the_commands_show_and_run_it(saved: Path) -> None:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from firesteel.formats.trellis_weights import MATRIX_UNIT
 from firesteel.launch.key import DTYPES
-from firesteel.moe.spec import MoeSpec
+from firesteel.moe.spec import BITS, MoeSpec
 from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 
 __all__ = ["Call", "random_call", "random_weights", "routings_of"]
 
 _IDS = {"i32": torch.int32, "i64": torch.int64}
+# Of random scales: the lowest byte, and the first above the highest.
+_SCALE_BYTES = {"mxfp4": (118, 121), "nvfp4": (0x38, 0x40), "nf3": (40, 56)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ def random_weights(
 ) -> dict[str, Tensor]:
     """A tensor for each operand that a layer keeps: uniform codes, scales of a trained spread.
 
-    A group of FP4 has a scale of 2**-9 to 2**-7, or one of 1 to 2 times the matrix's 2**-8.
+    A group of MXFP4 has a scale of 2**-9 to 2**-7, one of NVFP4 1 to 2 times the matrix's 2**-8,
+    one of NF3 2**-6 to 2**-4.
     """
     generator = torch.Generator(device).manual_seed(seed)
     if isinstance(spec, TrellisMoeSpec):
@@ -57,7 +60,7 @@ def random_weights(
             tensor.random_(-(1 << 15), 1 << 15, generator=generator)
         elif operand.name.endswith(".scales") and dtype == torch.uint8:
             stored = spec.w13 if operand.name.startswith("w13") else spec.w2
-            lowest, highest = (118, 121) if stored.element == "mxfp4" else (0x38, 0x40)
+            lowest, highest = _SCALE_BYTES[stored.element]
             tensor = torch.empty(shape, dtype=dtype, device=device)
             tensor.random_(lowest, highest, generator=generator)
         elif operand.name.endswith(".global_scale"):
@@ -66,7 +69,8 @@ def random_weights(
             tensor = torch.full(shape, value, dtype=dtype, device=device)
         elif operand.name.endswith(".zero_points"):
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            tensor.random_(0, 16, generator=generator)
+            stored = spec.w13 if operand.name.startswith("w13") else spec.w2
+            tensor.random_(0, 1 << BITS[stored.element], generator=generator)
         elif operand.name == "expert_map":
             tensor = torch.arange(shape[0], dtype=dtype, device=device) % spec.num_experts
         else:

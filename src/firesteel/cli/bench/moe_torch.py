@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from firesteel.cli.bench.moe_inputs import Call
-from firesteel.formats.base import E2M1
-from firesteel.formats.expand import e2m1_codes
+from firesteel.formats.base import E2M1, ELEMENTS, NF3, Element, scales_to_float
+from firesteel.formats.expand import e2m1_codes, narrow_codes
 from firesteel.formats.trellis import Codebook, TrellisCode, decode_tiles, hadamard128
 from firesteel.formats.trellis_matrix import trellis_scheme
 from firesteel.formats.trellis_weights import MATRIX_UNIT, tiles_of_words
 from firesteel.launch.key import DTYPES
-from firesteel.moe.spec import MoeSpec
+from firesteel.moe.spec import BITS, NAMED_FORMATS, MoeSpec
 from firesteel.moe.trellis.spec import TrellisMoeSpec
 
 __all__ = [
@@ -40,20 +40,18 @@ def _expand(spec: LayerSpec, weights: dict[str, Tensor], name: str, expert: int)
     if isinstance(spec, TrellisMoeSpec):
         return _expand_trellis(spec, weights, name, expert)
     stored = getattr(spec, name)
-    words = weights[f"{name}.codes"][expert]
-    # [P, T, B, 64, 32] words to [P, T, B, 64, 4, 32] codes.
-    if stored.element == "int4":
-        planes = torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
-    else:
-        planes = e2m1_codes(words)
-    rows = planes.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
+    rows = _codes(stored.element, weights[f"{name}.codes"][expert])
     parts = spec.num_parts if name == "w13" else 1
     n = spec.intermediate_size if name == "w13" else spec.hidden_size
     k = spec.hidden_size if name == "w13" else spec.intermediate_size
     codes = rows[:, :n, :k].reshape(parts * n, k)
-    if stored.element != "int4":
-        return _fp4_numbers(codes) * _fp4_scales(spec, weights, name, expert)
-    numbers, zero = codes.double(), 8.0
+    if stored.element in NAMED_FORMATS:
+        element = NF3 if stored.element == "nf3" else E2M1
+        numbers = _values(element, codes) * _scales(spec, weights, name, expert)
+        return (
+            numbers if element.weight_dtype is None else numbers.to(element.weight_dtype).double()
+        )
+    numbers, zero = codes.double(), float(ELEMENTS[stored.element].zero_point)
     if stored.has_zero_points:
         zero = (
             weights[f"{name}.zero_points"][expert]
@@ -82,19 +80,33 @@ def _expand_trellis(
     return torch.cat(parts)
 
 
-def _fp4_numbers(codes: Tensor) -> Tensor:
-    """E2M1 codes as float64."""
-    assert E2M1.values is not None
-    values = torch.tensor(E2M1.values, dtype=torch.float64, device=codes.device)
-    return values[codes.long()]
+def _codes(element: str, words: Tensor) -> Tensor:
+    """Codes `[P, T * 64, B * 128]` of the words that kernels read."""
+    if BITS[element] == 3:
+        # [P, T, B, 3, 64, 16] bytes
+        return narrow_codes(words.view(torch.uint8).movedim(-2, -4)).flatten(3).flatten(1, 2)
+    # [P, T, B, 64, 32] words to [P, T, B, 64, 4, 32] codes.
+    if element == "int4":
+        planes = torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
+    else:
+        planes = e2m1_codes(words)
+    return planes.permute(0, 1, 3, 2, 4, 5).flatten(3).flatten(1, 2)
 
 
-def _fp4_scales(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
-    """The scale of each number of one expert's matrix `[P * n, k]`."""
+def _values(element: Element, codes: Tensor) -> Tensor:
+    """The values of codes as float64."""
+    assert element.values is not None
+    return torch.tensor(element.values, dtype=torch.float64, device=codes.device)[codes.long()]
+
+
+def _scales(spec: MoeSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:
+    """The scale of each number of one expert's matrix `[P * n, k]`, of a format by name."""
     stored = getattr(spec, name)
     held = weights[f"{name}.scales"][expert].T
     if stored.element == "mxfp4":
         scales = torch.exp2(held.double() - 127)
+    elif stored.element == "nf3":
+        scales = scales_to_float(held, "e5m3")
     else:
         # Rounded to fp32, as the formats define it.
         scales = held.view(torch.float8_e4m3fn).float()

@@ -251,8 +251,8 @@ def _tiles(spec: MoeSpec, found: Sequence[Found], old: TileTable | None) -> Laye
 def _check_modes(request: TuneRequest, spec: MoeSpec) -> None:
     if request.only_wgmma and not has_wgmma(spec):
         raise UnsupportedError(
-            f"--only-wgmma: got a layer {spec.title}, must be FP4, or int4 with scales of its own "
-            "type, on sm_90 with Triton 3.6 or later"
+            f"--only-wgmma: got a layer {spec.title}, must be FP4 or NF3, or integers with scales "
+            "of its own type, on sm_90 with Triton 3.6 or later"
         )
 
 

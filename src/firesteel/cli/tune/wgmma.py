@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from firesteel.moe.products import STREAM_ROWS
-from firesteel.moe.spec import MoeSpec, StoredWeights
+from firesteel.moe.spec import BITS, MoeSpec, StoredWeights
 from firesteel.moe.tuning import Down, GateUp
 
 __all__ = ["MAX_ACCUMULATORS", "downs_of", "gate_ups_of", "is_narrow", "rows_of"]
@@ -84,4 +84,4 @@ def _is_whole(routes: int, rows: int, warps: int) -> bool:
 def _row_bytes(stored: StoredWeights, k: int) -> int:
     """Of 128 columns of a row: codes, and 16 bits and perhaps a byte of each group of them."""
     groups = 1 if stored.group_size == k else -(-128 // stored.group_size)
-    return 64 + groups * (2 + stored.has_zero_points)
+    return 16 * BITS[stored.element] + groups * (2 + stored.has_zero_points)
