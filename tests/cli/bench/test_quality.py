@@ -22,6 +22,7 @@ KEYS = {
     "tokens",
     "experts_bytes",
     "experts_bf16_bytes",
+    "weight_error",
     "seconds",
     "date",
     "commit",
@@ -110,6 +111,8 @@ def test_the_command_measures_each_recipe(plain_folder, packed_folder, tmp_path)
     # Random models know nothing of the text; what is quantised finely stays close to bf16.
     assert int8["perplexity"] == pytest.approx(plain["perplexity"], rel=0.02)
     assert packed["perplexity"] != plain["perplexity"]
+    assert plain["weight_error"] == 0
+    assert 0 < int8["weight_error"] < nvfp4["weight_error"] < int3["weight_error"] < 0.1
 
 
 def test_the_command_prints_a_table(plain_folder, tmp_path):

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from firesteel.checkpoint.files import Checkpoint
 from firesteel.cli.bench.records import context, progress, writer
+from firesteel.cli.bench.weight_error import weight_error
 from firesteel.cli.console import format_bytes, stdout, table
 from firesteel.cli.host import has_tokenizer, load_tokenizer, quiet_host, require_host
 from firesteel.cli.request import check_device
@@ -217,6 +218,7 @@ def _measure_recipe(
         "stride": request.stride,
         "experts_bytes": report.experts_bytes,
         "experts_bf16_bytes": report.experts_bf16_bytes,
+        "weight_error": 0.0 if recipe == PLAIN else weight_error(request.model, folder or recipe),
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": report.backend,
         "seconds": round(seconds, 3),
