@@ -22,6 +22,7 @@ KEYS = {
     "tokens",
     "experts_bytes",
     "experts_bf16_bytes",
+    "file_bytes",
     "weight_error",
     "seconds",
     "date",
@@ -111,6 +112,8 @@ def test_the_command_measures_each_recipe(plain_folder, packed_folder, tmp_path)
     # Random models know nothing of the text; what is quantised finely stays close to bf16.
     assert int8["perplexity"] == pytest.approx(plain["perplexity"], rel=0.02)
     assert packed["perplexity"] != plain["perplexity"]
+    assert plain["file_bytes"] == plain["experts_bytes"]
+    assert int8["file_bytes"] / plain["file_bytes"] == pytest.approx(8.125 / 16, rel=1e-3)
     assert plain["weight_error"] == 0
     assert 0 < int8["weight_error"] < nvfp4["weight_error"] < int3["weight_error"] < 0.1
 

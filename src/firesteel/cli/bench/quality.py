@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from firesteel.checkpoint.files import Checkpoint
 from firesteel.cli.bench.records import context, progress, writer
-from firesteel.cli.bench.weight_error import weight_error
+from firesteel.cli.bench.stored_experts import StoredExperts, stored_experts
 from firesteel.cli.console import format_bytes, stdout, table
 from firesteel.cli.host import has_tokenizer, load_tokenizer, quiet_host, require_host
 from firesteel.cli.request import check_device
@@ -199,6 +199,10 @@ def _measure_recipe(
     model = load_model(path, quantize=quantize, device=request.device)
     _check_vocabulary(model, ids, path)
     report = load_report(model)
+    if recipe == PLAIN:
+        stored = StoredExperts(report.experts_bf16_bytes, 0.0)
+    else:
+        stored = stored_experts(request.model, folder or recipe)
     start = time.perf_counter()
     nats = measure(model, ids, window=request.window, stride=request.stride)
     seconds = time.perf_counter() - start
@@ -218,7 +222,8 @@ def _measure_recipe(
         "stride": request.stride,
         "experts_bytes": report.experts_bytes,
         "experts_bf16_bytes": report.experts_bf16_bytes,
-        "weight_error": 0.0 if recipe == PLAIN else weight_error(request.model, folder or recipe),
+        "file_bytes": stored.num_bytes,
+        "weight_error": stored.error,
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": report.backend,
         "seconds": round(seconds, 3),
