@@ -99,7 +99,8 @@ def quality_table(records: Sequence[dict[str, Any]]) -> str:
             f"`{r['recipe'].removeprefix(QUANTIZED)}`",
             f"{16 * r['file_bytes'] / r['experts_bf16_bytes']:.2f}",
             format_bytes(r["file_bytes"]),
-            "" if r["weight_error"] is None else f"{r['weight_error']:.5f}",
+            _share(r["weight_error"]),
+            _share(r["divergence"]),
             f"{r['perplexity']:.4f}",
             f"{r['bits_per_byte']:.4f}",
             "" if plain is None else f"{100 * (r['bits_per_byte'] / plain - 1):+.2f} %",
@@ -107,10 +108,14 @@ def quality_table(records: Sequence[dict[str, Any]]) -> str:
         for r in sorted(records, key=lambda r: -r["file_bytes"])
     ]
     head = [
-        *("experts", "bits a weight", "bytes", "error of weights"),
+        *("experts", "bits a weight", "bytes", "error of weights", "divergence"),
         *("perplexity a token", "bits a byte", "against bf16"),
     ]
     return markdown(head, rows)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.5f}"
 
 
 def cpu_table(records: Sequence[dict[str, Any]]) -> str:

@@ -16,6 +16,7 @@ def record(recipe: str, bits: float, date: str = "2026-01-02T03:04:05Z") -> dict
         "experts_bf16_bytes": 4000,
         "file_bytes": 1000,
         "weight_error": 0.01,
+        "divergence": 0.002,
         "date": date,
         "commit": "abc",
         "versions": {"firesteel": "0", "torch": "1", "transformers": "2", "python": "3"},
@@ -32,8 +33,8 @@ def write(folder: Path, *records: dict) -> None:
 def test_the_newest_result_of_a_recipe_counts(tables, tmp_path):
     write(tmp_path, record("bf16", 2.0), record("int4", 9.0), record("int4", 2.1))
     text = tables.render("quality", tmp_path)
-    assert "| `bf16` | 4.00 | 1 kB | 0.01000 | 3.5000 | 2.0000 | +0.00 % |" in text
-    assert "| `int4` | 4.00 | 1 kB | 0.01000 | 3.5000 | 2.1000 | +5.00 % |" in text
+    assert "| `bf16` | 4.00 | 1 kB | 0.01000 | 0.00200 | 3.5000 | 2.0000 | +0.00 % |" in text
+    assert "| `int4` | 4.00 | 1 kB | 0.01000 | 0.00200 | 3.5000 | 2.1000 | +5.00 % |" in text
     assert "9.0000" not in text
     assert "Measured 2026-01-02, CPU (2 CPUs, 2 threads), commit abc, firesteel 0" in text
 
