@@ -1,4 +1,4 @@
-# demo, test, lint, test-gpu, bench, clean: the only commands to remember.
+# demo, test, test-gptqmodel, lint, test-gpu, bench, clean: the only commands to remember.
 # Each makes .venv from requirements/ci.txt when it is missing or stale; nothing else is needed.
 
 SHELL := bash
@@ -12,6 +12,8 @@ BIN := .venv/bin
 VENV := .venv/.installed
 OLDEST_HOST := 5.16.0
 HOST := .hosts/$(OLDEST_HOST)
+GPTQMODEL := 7.6.0
+DECODER := .hosts/gptqmodel-$(GPTQMODEL)
 GATE_UP := tests/moe/test_gate_up.py
 LITTLE_MOE := examples/little_moe/int4-g128
 CODE := src tests tools examples setup.py $(wildcard bench)
@@ -21,8 +23,8 @@ NATIVE := setup.py $(wildcard src/firesteel/launch/*.c src/firesteel/launch/*.h)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-default test-compile test-interpret-gate-up test-interpret test-host lint \
-	test-gpu bench clean
+.PHONY: help demo test test-default test-compile test-interpret-gate-up test-interpret test-host \
+	test-gptqmodel lint test-gpu bench clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -39,6 +41,12 @@ $(VENV): requirements/ci.txt pyproject.toml $(NATIVE)
 $(HOST)/.installed: requirements/host-$(OLDEST_HOST).txt | $(VENV)
 	rm -rf $(HOST)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(HOST) --requirement $<
+	touch $@
+
+# Built from source, of Python alone.
+$(DECODER)/.installed: requirements/gptqmodel-$(GPTQMODEL).txt | $(VENV)
+	rm -rf $(DECODER)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(DECODER) --requirement $<
 	touch $@
 
 demo: $(VENV)
@@ -69,6 +77,11 @@ test-interpret:
 
 test-host:
 	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)
+
+# EXL3 against another tool's decoder; `make test` does without.
+test-gptqmodel: export CUDA_VISIBLE_DEVICES :=
+test-gptqmodel: $(VENV) $(DECODER)/.installed
+	PYTHONPATH=$(DECODER) $(BIN)/pytest -m gptqmodel --expect-gptqmodel $(GPTQMODEL)
 
 lint: $(VENV)
 	$(BIN)/ruff format --check $(CODE)

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ("quality.md", "performance.md")
 # What docs/images/moe-<shape>.svg shows.
 PICTURES = (("glm-5.2-tp4", "int4-g128"),)
+# Where docs/quality.md has `firesteel quantize` put checkpoints, each named by its recipe.
+QUANTIZED = "build/quality/"
 _BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end -->)", re.S)
 _NOTHING = "Not measured yet.\n"
 
@@ -90,21 +92,30 @@ def sources(records: Sequence[dict[str, Any]]) -> str:
 
 
 def quality_table(records: Sequence[dict[str, Any]]) -> str:
-    """Perplexity by recipe."""
+    """Perplexity by recipe, the largest first."""
     plain = next((r["bits_per_byte"] for r in records if r["recipe"] == "bf16"), None)
     rows = [
         [
-            f"`{r['recipe']}`",
+            f"`{r['recipe'].removeprefix(QUANTIZED)}`",
+            f"{16 * r['file_bytes'] / r['experts_bf16_bytes']:.2f}",
+            format_bytes(r["file_bytes"]),
+            _share(r["weight_error"]),
+            _share(r["divergence"]),
             f"{r['perplexity']:.4f}",
             f"{r['bits_per_byte']:.4f}",
             "" if plain is None else f"{100 * (r['bits_per_byte'] / plain - 1):+.2f} %",
-            format_bytes(r["experts_bytes"]),
-            f"{r['experts_bf16_bytes'] / r['experts_bytes']:.2f}",
         ]
-        for r in records
+        for r in sorted(records, key=lambda r: -r["file_bytes"])
     ]
-    head = ["experts", "perplexity a token", "bits a byte", "against bf16", "bytes", "bf16 / bytes"]
+    head = [
+        *("experts", "bits a weight", "bytes", "error of weights", "divergence"),
+        *("perplexity a token", "bits a byte", "against bf16"),
+    ]
     return markdown(head, rows)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.5f}"
 
 
 def cpu_table(records: Sequence[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """What every test has: one thread, Hypothesis profiles, the data folder, the version guard."""
 
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,28 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+# Jobs that put a package on PYTHONPATH say which, so that none passes without it.
+EXPECTED = ("transformers", "gptqmodel")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--expect-transformers", help="fail unless this version is the one imported")
+    for name in EXPECTED:
+        parser.addoption(f"--expect-{name}", help="fail unless this version is the one imported")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    expected = config.getoption("--expect-transformers")
-    if expected is not None and (found := version("transformers")) != expected:
-        raise pytest.UsageError(f"--expect-transformers: got {found}, must be {expected}")
+    for name in EXPECTED:
+        expected = config.getoption(f"--expect-{name}")
+        if expected is not None and (found := installed(name)) != expected:
+            raise pytest.UsageError(f"--expect-{name}: got {found}, must be {expected}")
+
+
+def installed(name: str) -> str | None:
+    """The version of a package; None where it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def pytest_report_header() -> str:

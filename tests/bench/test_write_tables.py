@@ -14,6 +14,9 @@ def record(recipe: str, bits: float, date: str = "2026-01-02T03:04:05Z") -> dict
         "bits_per_byte": bits,
         "experts_bytes": 1000,
         "experts_bf16_bytes": 4000,
+        "file_bytes": 1000,
+        "weight_error": 0.01,
+        "divergence": 0.002,
         "date": date,
         "commit": "abc",
         "versions": {"firesteel": "0", "torch": "1", "transformers": "2", "python": "3"},
@@ -30,10 +33,24 @@ def write(folder: Path, *records: dict) -> None:
 def test_the_newest_result_of_a_recipe_counts(tables, tmp_path):
     write(tmp_path, record("bf16", 2.0), record("int4", 9.0), record("int4", 2.1))
     text = tables.render("quality", tmp_path)
-    assert "| `bf16` | 3.5000 | 2.0000 | +0.00 % | 1 kB | 4.00 |" in text
-    assert "| `int4` | 3.5000 | 2.1000 | +5.00 % | 1 kB | 4.00 |" in text
+    assert "| `bf16` | 4.00 | 1 kB | 0.01000 | 0.00200 | 3.5000 | 2.0000 | +0.00 % |" in text
+    assert "| `int4` | 4.00 | 1 kB | 0.01000 | 0.00200 | 3.5000 | 2.1000 | +5.00 % |" in text
     assert "9.0000" not in text
     assert "Measured 2026-01-02, CPU (2 CPUs, 2 threads), commit abc, firesteel 0" in text
+
+
+def test_the_largest_comes_first_and_a_checkpoint_made_for_the_table_is_named_by_its_recipe(
+    tables, tmp_path
+):
+    small = record("build/quality/exl3-2.0-mcg", 2.2)
+    large = {**record("elsewhere/int4", 2.1), "file_bytes": 2000, "weight_error": None}
+    write(tmp_path, small, record("bf16", 2.0) | {"file_bytes": 4000}, large)
+    lines = tables.render("quality", tmp_path).splitlines()
+    assert [line.split(" | ")[:4] for line in lines[2:5]] == [
+        ["| `bf16`", "16.00", "4 kB", "0.01000"],
+        ["| `elsewhere/int4`", "8.00", "2 kB", ""],
+        ["| `exl3-2.0-mcg`", "4.00", "1 kB", "0.01000"],
+    ]
 
 
 def test_a_decode_row_has_eager_and_graph_and_says_what_has_no_time(tables, tmp_path):

@@ -70,11 +70,31 @@ def test_a_layer_of_a_mixed_config_shows_its_format(suffixes, name):
 def test_a_plain_layer_has_no_format(suffixes):
     assert detect(MIXED, suffixes) is None
     assert detect({"quant_method": "gptq"}, suffixes) is None
+    assert detect({}, suffixes) is None
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "words"),
+    [
+        (["trellis", "suh", "svh", "mcg"], "of exl3, and no quantization_config"),
+        (["qweight", "qzeros", "scales"], "of gptq or awq or auto-round, and no"),
+        (["suh", "svh"], r"\['suh', 'svh'\] of a quantised layer, and no"),
+    ],
+)
+def test_a_quantised_layer_of_a_checkpoint_that_says_nothing_is_refused(suffixes, words):
+    with pytest.raises(CheckpointError, match=words):
+        detect({}, suffixes)
 
 
 @pytest.mark.parametrize(
     "suffixes",
-    [["weight", "weight_scale"], ["qweight", "qzeros", "scales"], ["weight", "weight_scale_inv"]],
+    [
+        ["weight", "weight_scale"],
+        ["qweight", "qzeros", "scales"],
+        ["qzeros", "scales"],
+        ["weight", "weight_scale_inv"],
+        ["suh", "svh"],
+    ],
 )
 def test_a_layer_quantised_otherwise_is_refused_not_taken_for_plain(suffixes):
     with pytest.raises(UnsupportedError, match="which are none of what this config may hold"):

@@ -132,25 +132,6 @@ def test_no_tiles():
     assert states_of(empty, code).shape == (0, 4, 256)
 
 
-@pytest.mark.parametrize("shape", [(128,), (3, 256), (2, 128, 5)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_hadamard_is_the_parity_of_common_bits(shape, dtype):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    dim = next(axis for axis, size in enumerate(shape) if size % 128 == 0)
-    signs = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)])
-    matrix = signs.double() / 128**0.5
-    blocks = x.double().movedim(dim, -1).unflatten(-1, (-1, 128))
-    expected = torch.einsum("...i,ij->...j", blocks, matrix).flatten(-2).movedim(-1, dim)
-    got = hadamard128(x, dim)
-    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    # 128 products and their sum; the entries of the matrix are rounded too.
-    eps = torch.finfo(got.dtype).eps
-    bound = 130 * eps * torch.einsum("...i,ij->...j", blocks.abs(), matrix.abs()).amax()
-    assert (got.double() - expected).abs().max() <= bound
-    assert (hadamard128(got, dim).double() - x.double()).abs().max() <= 2 * 12 * bound
-    assert torch.equal(hadamard128(x, dim - x.ndim), got)
-
-
 @given(stored_tiles(max_rows=1, max_columns=1), st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
 def test_dequantize_is_its_formula(case, seed):

@@ -167,7 +167,7 @@ class Shared:
 
 
 def registers_of(value: Block, kind: str, pack: int) -> list[np.ndarray]:
-    """What an operand of inline assembly finds in registers: so many elements each, side by side."""
+    """What an operand of inline assembly finds in registers, so many elements each."""
     word = {"r": torch.int32, "h": torch.int16}[kind]
     found = value.v.contiguous().view(word).numpy().view({"r": "u4", "h": "u2"}[kind])
     # Numbers that fill a register have one for each element.
@@ -272,9 +272,6 @@ class Machine:
     def reshape(self, value: Block, shape: list[int]) -> Block:
         return Block(value.v.reshape(shape), value.type.layout)
 
-    def join(self, a: Block, b: Block) -> Block:
-        return Block(torch.stack([a.v, b.v], dim=-1))
-
     def split(self, value: Block) -> tuple[Block, Block]:
         a, b = value.v.unbind(-1)
         return Block(a), Block(b)
@@ -295,7 +292,7 @@ class Machine:
     def inline_asm_elementwise(
         self, asm: Any, constraints: str, args: list[Block], *, dtype: Any, is_pure: bool, pack: int
     ) -> Any:
-        """As Triton's; several elements of 32 bits in an asm are those of a number that all have."""
+        """As Triton's. Several elements of 32 bits are those of a number that all have."""
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
         kinds = constraints.split(",")
         assert kinds[: len(dtypes)] == ["=r"] * len(dtypes)

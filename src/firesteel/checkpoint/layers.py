@@ -416,15 +416,13 @@ class _Scanner:
         return found is not None and int(found[1]) >= self.geometry.num_layers
 
     def _format(self, layer: str, tensors: Mapping[str, str]) -> Format[Any] | None:
-        if not self.checkpoint.quantization:
-            return None
         suffixes = frozenset(tensors)
         if suffixes not in self._detected:
             try:
                 self._detected[suffixes] = detect(self.checkpoint.quantization, suffixes)
-            except UnsupportedError as error:
+            except (CheckpointError, UnsupportedError) as error:
                 message = str(error).removeprefix("layer: ")
-                raise UnsupportedError(f"{layer}: {message}") from error
+                raise type(error)(f"{layer}: {message}") from error
         return self._detected[suffixes]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

@@ -38,6 +38,7 @@ _SIGNS = "signs"
 # By layout: suffixes of the scales of inputs and of outputs.
 _SCALES = {"": ("suh", "svh"), _SIGNS: ("su", "sv")}
 _MARKERS: tuple[Codebook, ...] = ("mcg", "mul1")
+_SUFFIXES = ("trellis", "suh", "svh", "su", "sv", *_MARKERS)
 
 
 class Exl3(Format[TrellisMatrix]):
@@ -52,6 +53,10 @@ class Exl3(Format[TrellisMatrix]):
 
     def marker(self) -> str:
         return "trellis"
+
+    def recognizes(self, suffixes: frozenset[str]) -> bool:
+        # Any of them tells it, so that a missing one is named.
+        return not suffixes.isdisjoint(_SUFFIXES)
 
     def optional(self) -> frozenset[str]:
         return frozenset()

@@ -43,13 +43,25 @@ _QUANTIZED = frozenset(
         "absmax",
         "blocks",
         "codes",
+        "g_idx",
+        "mcg",
+        "mul1",
         "qweight",
+        "qzeros",
+        "scales",
+        "su",
+        "suh",
+        "sv",
+        "svh",
         "trellis",
         "weight.absmax",
+        "weight_g_idx",
+        "weight_global_scale",
         "weight_packed",
         "weight_scale",
         "weight_scale_2",
         "weight_scale_inv",
+        "weight_shape",
         "weight_zero_point",
     }
 )
@@ -88,17 +100,30 @@ def formats_for(config: Mapping[str, Any]) -> list[Format[Any]]:
 def detect(config: Mapping[str, Any], stored_suffixes: Collection[str]) -> Format[Any] | None:
     """The format of one layer, by the suffixes it stores; None where its weight is plain.
 
+    Args:
+        config: the checkpoint's quantization_config; empty where there is none.
+
     Raises
-        CheckpointError: as `formats_for`.
+        CheckpointError: as `formats_for`; or there is no config, and the layer is quantised.
         UnsupportedError: the layer is quantised in a way that its config does not say or that
             firesteel does not read.
     """
     suffixes = frozenset(stored_suffixes)
+    is_quantized = bool(suffixes & _QUANTIZED)
+    if not config and not is_quantized:
+        return None
+    if not config:
+        marked = [entry for entry in FORMATS if entry.marker() in suffixes]
+        names = " or ".join(entry.name for entry in marked if entry.recognizes(suffixes))
+        raise CheckpointError(
+            f"layer: got tensors {sorted(suffixes)} of {names or 'a quantised layer'}, "
+            "and no quantization_config, whose quant_method must say so"
+        )
     formats = formats_for(config)
     for entry in formats:
         if entry.recognizes(suffixes):
             return entry
-    if suffixes & _QUANTIZED:
+    if is_quantized:
         raise UnsupportedError(
             f"layer: got tensors {sorted(suffixes)}, which are none of what this config may hold: "
             f"{[entry.name for entry in formats]}"

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from firesteel.formats.hadamard import BLOCK, hadamard128
 from firesteel.formats.stored import dtype_name
 
 __all__ = [
@@ -52,8 +53,6 @@ Codebook = Literal["mcg", "3inst", "mul1"]
 TILE = 16
 """Rows and columns of a tile."""
 TILE_WEIGHTS = TILE * TILE
-BLOCK = 128
-"""Rows or columns that one Hadamard matrix rotates."""
 STATE_BITS = 16
 NUM_STATES = 1 << STATE_BITS
 
@@ -163,28 +162,6 @@ def decode_tiles(trellis: Tensor, code: TrellisCode) -> Tensor:
     return what.view(rows * TILE, columns * TILE)
 
 
-def hadamard128(x: Tensor, dim: int = -1) -> Tensor:
-    """`x` rotated along `dim` in blocks of 128: fp32, or float64 of float64.
-
-    The matrix is (-1)**popcount(i & j) / sqrt(128), its own inverse. Sums are those of PyTorch's
-    matrix product, at the precision that is set for it.
-
-    Raises
-        InvalidArgumentError: 128 does not divide that dimension.
-    """
-    if x.shape[dim] % BLOCK:
-        raise InvalidArgumentError(
-            f"x.shape[{dim}]: got {x.shape[dim]}, must be a multiple of {BLOCK}"
-        )
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    matrix = _hadamard(dtype, x.device)
-    axis = dim % x.ndim
-    blocks = x.to(dtype).unflatten(axis, (x.shape[axis] // BLOCK, BLOCK))
-    if axis == x.ndim - 1:
-        return (blocks @ matrix).flatten(-2)
-    return (matrix @ blocks.flatten(axis + 2)).view(x.shape)
-
-
 def dequantize(trellis: Tensor, code: TrellisCode, suh: Tensor, svh: Tensor) -> Tensor:
     """W = diag(suh) H What H diag(svh), fp32 `[k, n]`.
 
@@ -269,17 +246,6 @@ def _windows(code: TrellisCode, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     start = (code.ends() - STATE_BITS) % (code.tile_words * 16)
     return (start // 16).to(device), (16 - start % 16).int().to(device)
-
-
-@lru_cache(maxsize=8)
-def _hadamard(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The 128x128 matrix, by Sylvester's doubling."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < BLOCK:
-        matrix = torch.cat(
-            (torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)),
-        )
-    return (matrix / BLOCK**0.5).to(device, dtype)
 
 
 def _half_of(bits: Tensor) -> Tensor:

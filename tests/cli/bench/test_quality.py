@@ -22,6 +22,9 @@ KEYS = {
     "tokens",
     "experts_bytes",
     "experts_bf16_bytes",
+    "file_bytes",
+    "weight_error",
+    "divergence",
     "seconds",
     "date",
     "commit",
@@ -72,11 +75,36 @@ def test_measure_is_the_sum_over_the_text(
     ids: list[int], window: int, weight: float, data: st.DataObject
 ):
     stride = data.draw(st.integers(1, min(window, len(ids) - 1)))
-    nats = measure(Previous(5, weight), torch.tensor(ids), window=window, stride=stride)
+    score = measure(Previous(5, weight), torch.tensor(ids), window=window, stride=stride)
+    assert score.divergence is None
     total = math.log(math.exp(weight) + 4)
     expected = sum(total - weight * (a == b) for a, b in itertools.pairwise(ids))
     # fp32 log-softmax: a few roundings of numbers up to `total` for each of the tokens.
-    assert nats == pytest.approx(expected, abs=len(ids) * 4 * 2.0**-23 * (total + weight))
+    assert score.nats == pytest.approx(expected, abs=len(ids) * 4 * 2.0**-23 * (total + weight))
+
+
+@given(
+    ids=st.lists(st.integers(0, 4), min_size=2, max_size=60),
+    window=st.integers(2, 70),
+    weights=st.tuples(st.floats(0, 5), st.floats(0, 5)),
+)
+def test_divergence_is_that_of_every_prediction(
+    ids: list[int], window: int, weights: tuple[float, float]
+):
+    own, plain = weights
+    score = measure(
+        Previous(5, own),
+        torch.tensor(ids),
+        window=window,
+        stride=min(window, len(ids) - 1),
+        plain=Previous(5, plain),
+    )
+    totals = [math.log(math.exp(weight) + 4) for weight in (own, plain)]
+    # The token before has its weight, the other four 0.
+    follows, others = math.exp(plain - totals[1]), math.exp(-totals[1])
+    one = follows * (plain - own) + (follows + 4 * others) * (totals[0] - totals[1])
+    bound = len(ids) * 8 * 2.0**-23 * (sum(totals) + own + plain)
+    assert score.divergence == pytest.approx((len(ids) - 1) * one, abs=bound)
 
 
 def write_text(folder: Path) -> Path:
@@ -92,7 +120,7 @@ def test_the_command_measures_each_recipe(plain_folder, packed_folder, tmp_path)
     recipes = f"bf16,int8-g128,int3-g128,nvfp4,{packed_folder}"
     options = ("--model", plain_folder, "--text", text, "--recipes", recipes, "--out", out)
     size = ("--window", "32", "--stride", "16", "--device", "cpu")
-    result = invoke("bench", "quality", *options, *size, "--json")
+    result = invoke("bench", "quality", *options, *size, "--divergence", "--json")
     assert result.exit_code == 0, result.output
     records = [json.loads(line) for line in result.stdout.splitlines()]
     assert out.read_text() == result.stdout
@@ -110,6 +138,12 @@ def test_the_command_measures_each_recipe(plain_folder, packed_folder, tmp_path)
     # Random models know nothing of the text; what is quantised finely stays close to bf16.
     assert int8["perplexity"] == pytest.approx(plain["perplexity"], rel=0.02)
     assert packed["perplexity"] != plain["perplexity"]
+    assert plain["divergence"] == 0
+    assert 0 < int8["divergence"] < int3["divergence"] < packed["divergence"]
+    assert plain["file_bytes"] == plain["experts_bytes"]
+    assert int8["file_bytes"] / plain["file_bytes"] == pytest.approx(8.125 / 16, rel=1e-3)
+    assert plain["weight_error"] == 0
+    assert 0 < int8["weight_error"] < nvfp4["weight_error"] < int3["weight_error"] < 0.1
 
 
 def test_the_command_prints_a_table(plain_folder, tmp_path):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from firesteel.checkpoint import Checkpoint, scan
 from firesteel.errors import CheckpointError, UnsupportedError
 from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.integrations.transformers import load_model, load_report
@@ -81,6 +82,7 @@ def test_a_call_with_a_gradient_is_differentiated(tmp_path):
     ("change", "error", "words"),
     [
         ({"suh": None}, CheckpointError, rf"{EXPERT}\.suh: missing"),
+        ({"trellis": None}, CheckpointError, rf"{EXPERT}\.trellis: missing, got only"),
         (
             {"trellis": torch.zeros(8, 8, 47, dtype=torch.int16)},
             UnsupportedError,
@@ -95,7 +97,15 @@ def test_a_call_with_a_gradient_is_differentiated(tmp_path):
         ({"mcg3": torch.tensor(7, dtype=torch.int32)}, CheckpointError, rf"{EXPERT}\.mcg3"),
         ({"svh": torch.full((128,), torch.nan).half()}, CheckpointError, f"{EXPERT}: svh.*finite"),
     ],
-    ids=["no scales", "another rate", "another size", "marker", "unknown marker", "nan"],
+    ids=[
+        "no scales",
+        "no tiles",
+        "another rate",
+        "another size",
+        "marker",
+        "unknown marker",
+        "nan",
+    ],
 )
 def test_what_is_not_exl3_is_refused_by_name(tmp_path, change, error, words):
     path = write(tmp_path / "in", "qwen3_moe", STORAGES["exl3-3-mcg"]).path
@@ -115,3 +125,23 @@ def test_a_model_of_another_size_is_refused(tmp_path):
     edit_config(path, moe_intermediate_size=192)
     with pytest.raises(CheckpointError, match=r"stored as \[128, 128\], the config gives"):
         load_model(path)
+
+
+def test_a_linear_layer_without_its_tiles_is_not_taken_for_plain(tmp_path):
+    path = write(tmp_path / "in", "qwen3_moe", STORAGES["exl3-3-mcg"], linears=True).path
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.trellis"]
+    write_tensors(path, tensors)
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj\.trellis: missing, got only"):
+        scan(Checkpoint.open(path))
+
+
+@pytest.mark.parametrize("storage", ["exl3-3-mcg", "gptq-w4-v1", "nf3", "mxfp4"])
+def test_a_config_that_does_not_say_how_weights_are_stored_is_named(tmp_path, storage):
+    path = write(tmp_path / "in", "qwen3_moe", STORAGES[storage]).path
+    edit_config(path, quantization_config=None)
+    name = STORAGES[storage].format
+    words = rf"experts\.0\.gate_proj: got tensors \[.*\] of {name}.*, and no quantization_config"
+    for read in (lambda: scan(Checkpoint.open(path)), lambda: load_model(path)):
+        with pytest.raises(CheckpointError, match=words):
+            read()

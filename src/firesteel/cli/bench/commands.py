@@ -45,6 +45,13 @@ def quality(
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 512,
     stride: Annotated[int, typer.Option(help="Tokens from a window to the next.")] = 256,
+    divergence: Annotated[
+        bool,
+        typer.Option(
+            "--divergence",
+            help="Also how far predictions are from those of --model, which is run beside each.",
+        ),
+    ] = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
     out: OutOption = None,
@@ -61,6 +68,7 @@ def quality(
         window=window,
         stride=stride,
         device=device,
+        divergence=divergence,
     )
     run(request, as_json=as_json, out=out)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.nn import functional
 
 from firesteel.checkpoint.files import Checkpoint
 from firesteel.cli.bench.records import context, progress, writer
+from firesteel.cli.bench.stored_experts import StoredExperts, stored_experts
 from firesteel.cli.console import format_bytes, stdout, table
 from firesteel.cli.host import has_tokenizer, load_tokenizer, quiet_host, require_host
 from firesteel.cli.request import check_device
@@ -45,7 +45,7 @@ _BATCH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class QualityRequest:
-    """The options of `firesteel bench quality`.
+    """The options of `firesteel bench quality`; with `divergence` the plain model runs beside each.
 
     Raises
         InvalidArgumentError: a recipe is unknown, a path is not there, or a number is wrong.
@@ -57,6 +57,7 @@ class QualityRequest:
     window: int = 512
     stride: int = 256
     device: str | None = None
+    divergence: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -118,22 +119,53 @@ def windows(num_targets: int, size: int, stride: int) -> list[Window]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model makes of the text.
+
+    Fields
+        nats        that it needs for all tokens
+        divergence  of all tokens, the sum over the vocabulary of p * log(p / q), in nats: p of the
+                    plain model, q of this one; None without a plain model
+    """
+
+    nats: float
+    divergence: float | None
+
+
 @torch.no_grad()
-def measure(model: PreTrainedModel, ids: Tensor, *, window: int, stride: int) -> float:
-    """Nats that the model needs for `ids[1:]`, given what comes before each; ids is int64 `[T]`."""
+def measure(
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    window: int,
+    stride: int,
+    plain: PreTrainedModel | None = None,
+) -> Score:
+    """Score `ids[1:]`, given what comes before each; ids is int64 `[T]`."""
     num_targets = ids.numel() - 1
     size = min(window, num_targets)
-    nats = 0.0
+    nats = divergence = 0.0
     found = windows(num_targets, size, stride)
     for at in range(0, len(found), _BATCH):
         batch = found[at : at + _BATCH]
         rows = torch.stack([ids[w.start : w.start + size + 1] for w in batch]).to(model.device)
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
-        each = functional.cross_entropy(
-            logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
-        ).view(len(batch), size)
-        nats += sum(each[i, w.first :].double().sum().item() for i, w in enumerate(batch))
-    return nats
+        logs = _log_probabilities(model, rows)
+        nats -= _scored(logs.gather(-1, rows[:, 1:, None]).squeeze(-1), batch)
+        if plain is not None:
+            wanted = _log_probabilities(plain, rows)
+            divergence += _scored((wanted.exp() * (wanted - logs)).sum(-1), batch)
+    return Score(nats, None if plain is None else divergence)
+
+
+def _log_probabilities(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return logits.float().log_softmax(-1)
+
+
+def _scored(each: Tensor, batch: Sequence[Window]) -> float:
+    """The sum over the predictions of each window that are scored."""
+    return sum(each[i, w.first :].double().sum().item() for i, w in enumerate(batch))
 
 
 def run(request: QualityRequest, *, as_json: bool, out: Path | None) -> None:
@@ -149,9 +181,10 @@ def run(request: QualityRequest, *, as_json: bool, out: Path | None) -> None:
     made_by = context(device)
     with quiet_host(), writer(out, as_json=as_json) as write, progress() as say:
         ids, num_bytes = read_text(request)
+        plain = _load(request, PLAIN) if request.divergence else None
         for recipe in request.recipes:
             say(f"perplexity of {recipe}")
-            record = _measure_recipe(request, recipe, ids, num_bytes) | made_by
+            record = _measure_recipe(request, recipe, ids, num_bytes, plain) | made_by
             write(record)
             records.append(record)
     if not as_json:
@@ -187,19 +220,34 @@ def read_text(request: QualityRequest) -> tuple[Tensor, int]:
     return torch.tensor(ids), len(text.encode())
 
 
+def _load(request: QualityRequest, recipe: str) -> PreTrainedModel:
+    from firesteel.integrations.transformers import load_model
+
+    folder = _folder_of(recipe)
+    quantize = None if folder is not None or recipe == PLAIN else recipe
+    return load_model(folder or request.model, quantize=quantize, device=request.device)
+
+
 def _measure_recipe(
-    request: QualityRequest, recipe: str, ids: Tensor, num_bytes: int
+    request: QualityRequest,
+    recipe: str,
+    ids: Tensor,
+    num_bytes: int,
+    plain: PreTrainedModel | None,
 ) -> dict[str, Any]:
-    from firesteel.integrations.transformers import load_model, load_report
+    from firesteel.integrations.transformers import load_report
 
     folder = _folder_of(recipe)
     path = folder or request.model
-    quantize = None if folder is not None or recipe == PLAIN else recipe
-    model = load_model(path, quantize=quantize, device=request.device)
+    model = _load(request, recipe)
     _check_vocabulary(model, ids, path)
     report = load_report(model)
+    if recipe == PLAIN:
+        stored = StoredExperts(report.experts_bf16_bytes, 0.0)
+    else:
+        stored = stored_experts(request.model, folder or recipe)
     start = time.perf_counter()
-    nats = measure(model, ids, window=request.window, stride=request.stride)
+    score = measure(model, ids, window=request.window, stride=request.stride, plain=plain)
     seconds = time.perf_counter() - start
     num_targets = ids.numel() - 1
     return {
@@ -208,15 +256,18 @@ def _measure_recipe(
         "model": str(path),
         "text": str(request.text),
         "stored": dict(report.experts) or "plain",
-        "perplexity": math.exp(nats / num_targets),
-        "nats_per_token": nats / num_targets,
-        "bits_per_byte": nats / math.log(2) / num_bytes,
+        "perplexity": math.exp(score.nats / num_targets),
+        "nats_per_token": score.nats / num_targets,
+        "bits_per_byte": score.nats / math.log(2) / num_bytes,
+        "divergence": None if score.divergence is None else score.divergence / num_targets,
         "tokens": num_targets,
         "bytes": num_bytes,
         "window": request.window,
         "stride": request.stride,
         "experts_bytes": report.experts_bytes,
         "experts_bf16_bytes": report.experts_bf16_bytes,
+        "file_bytes": stored.num_bytes,
+        "weight_error": stored.error,
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": report.backend,
         "seconds": round(seconds, 3),
