@@ -145,6 +145,7 @@ STORAGES: dict[str, Storage] = {
     "exl3-3-mcg": Storage("exl3", "3-mcg"),
     "exl3-2.5-mul1": Storage("exl3", "2.5-mul1"),
     "exl3-4-3inst-signs": Storage("exl3", "4-3inst", "signs"),
+    "exl3-whole-mcg": Storage("exl3", "3-mcg 2-mcg 4-mcg 5-mcg"),
     "exl3-mixed": Storage("exl3", "2-mcg 4-mul1 3-3inst 1-mcg 5.5-mul1 6-mcg"),
     "nf3": Storage("nf3", "nf3", "tile-64"),
     "mxfp4-gpt-oss": Storage("mxfp4-gpt-oss", "mxfp4"),

@@ -218,4 +218,6 @@ def _backend(report: LoadReport) -> str:
     if report.device.startswith("cuda"):
         for reason, count in report.kernels.refused.items():
             text += f"; {_count(count, 'layer')} on the PyTorch path: {reason}"
+        for reason, count in report.kernels.refused_linears.items():
+            text += f"; {_count(count, 'linear')} on the PyTorch path: {reason}"
     return text

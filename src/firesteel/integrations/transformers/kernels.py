@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,14 +15,21 @@ from torch import Tensor
 from firesteel.device import device_target, is_capturing, stream_getter
 from firesteel.errors import UnsupportedError
 from firesteel.formats.packed import PackedWeights
+from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.formats.trellis_weights import TrellisWeights
-from firesteel.integrations.transformers.modules import PackedExperts
+from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.launch import Arena, Ready, plan, prewarm
 from firesteel.moe.layer import MoeLayer, operand_tensors, trellis_tensors
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import check_scale_range, moe_spec_of
+from firesteel.moe.trellis.layer import TrellisLinear, linear_tensors
+from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import TrellisMoeSpec
-from firesteel.moe.trellis.supports import trellis_moe_spec_of, united
+from firesteel.moe.trellis.supports import (
+    trellis_linear_spec_of,
+    trellis_moe_spec_of,
+    united,
+)
 from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
@@ -30,7 +37,11 @@ __all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
 
 log = logging.getLogger(__name__)
 
-LayerSpec = MoeSpec | TrellisMoeSpec
+LayerSpec = MoeSpec | TrellisMoeSpec | TrellisLinearSpec
+Layer = Callable[..., Tensor]
+"""A `MoeLayer` or a `TrellisLinear`."""
+
+Planned = tuple[LayerSpec, torch.device]
 
 MANY_STREAMS = 4
 """Streams with an arena each that need no explaining."""
@@ -38,27 +49,34 @@ MANY_STREAMS = 4
 
 @dataclass(slots=True)
 class KernelReport:
-    """Which expert layers run on kernels.
+    """Which expert layers, and which linears, run on kernels.
 
     Fields
-        num_layers  layers that do
-        refused     of the others: reason to number of layers
-        ready       the prewarmed plans, one a geometry and device
+        num_layers       layers that do
+        refused          of the others: reason to number of layers
+        num_linears      EXL3 linears that do, and
+        refused_linears  those that do not
+        ready            the prewarmed plans, one a geometry and device
     """
 
     num_layers: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    num_linears: int = 0
+    refused_linears: dict[str, int] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles go without what belongs to this process and device."""
-        return (KernelReport, (self.num_layers, dict(self.refused)))
+        counts = (self.num_layers, dict(self.refused))
+        return (KernelReport, (*counts, self.num_linears, dict(self.refused_linears)))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "layers": self.num_layers,
             "refused": dict(self.refused),
+            "linears": self.num_linears,
+            "refused_linears": dict(self.refused_linears),
             "plans": [
                 {
                     "title": ready.plan.spec.title,
@@ -79,31 +97,41 @@ class LayerKernels:
     Under torch.compile it is always the first arena: the compiled code must run on one stream.
     """
 
-    def __init__(self, ready: Ready, tensors: Mapping[str, Tensor], arenas: _Arenas) -> None:
+    def __init__(
+        self,
+        ready: Ready,
+        tensors: Mapping[str, Tensor],
+        arenas: _Arenas,
+        kind: Callable[[Ready, dict[str, Tensor], Arena], Layer] = MoeLayer,
+    ) -> None:
         self._ready = ready
         self._tensors = dict(tensors)
         self._arenas = arenas
-        self._layers: dict[int, MoeLayer] = {}
+        self._kind = kind
+        self._layers: dict[int, Layer] = {}
         self._stream_of = stream_getter(ready.device)
-        self._first = MoeLayer(ready, self._tensors, arenas.first)
+        self._first = kind(ready, self._tensors, arenas.first)
 
-    def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """The layer's output: `[M, K]` from x `[M, K]`, ids and weights `[M, top_k]`."""
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The layer's output: `[M, K]` from x `[M, K]`, ids and weights `[M, top_k]`.
+
+        Of a linear `[M, n]` from x alone.
+        """
         if torch.compiler.is_compiling():
-            return self._first(x, topk_ids, topk_weights)
+            return self._first(*inputs)
         stream = self._stream_of(self._ready.device.index or 0)
         layer = self._layers.get(stream)
         if layer is None:
             layer = self._new_stream(stream)
-        return layer(x, topk_ids, topk_weights)
+        return layer(*inputs)
 
-    def _new_stream(self, stream: int) -> MoeLayer:
+    def _new_stream(self, stream: int) -> Layer:
         if is_capturing(self._ready.device):
             # Memory taken during capture would be the graph's; the order of replays is its owner's.
             return self._first
         arena = self._arenas.of(stream)
         is_first = arena is self._arenas.first
-        layer = self._first if is_first else MoeLayer(self._ready, self._tensors, arena)
+        layer = self._first if is_first else self._kind(self._ready, self._tensors, arena)
         return self._layers.setdefault(stream, layer)
 
 
@@ -141,31 +169,38 @@ class _Arenas:
 
 
 def attach_kernels(
-    model: Any, modules: Mapping[str, PackedExperts], settings: Settings | None = None
+    model: Any,
+    modules: Mapping[str, PackedExperts],
+    linears: Mapping[str, PackedLinear] | None = None,
+    settings: Settings | None = None,
 ) -> KernelReport:
-    """Plan, prewarm and bind the kernels of every expert layer on a GPU that has them.
+    """Plan, prewarm and bind the kernels of every layer on a GPU that has them.
 
-    A layer of a format without kernels keeps the PyTorch path; the report says why.
+    A layer of a format without kernels keeps the PyTorch path; the report says why. Of linears
+    those of EXL3 have kernels.
 
     Args:
         model: as loaded.
         modules: its expert layers by path.
+        linears: its packed linears by path.
         settings: the environment's by default.
     """
     settings = Settings.from_env() if settings is None else settings
     report = KernelReport()
-    specs: dict[str, tuple[LayerSpec, torch.device]] = {}
-    for path, module in modules.items():
+    wanted: list[tuple[PackedExperts | PackedLinear, Planned]] = []
+    for module in (*modules.values(), *(linears or {}).values()):
+        is_linear = isinstance(module, PackedLinear)
+        if is_linear and not isinstance(module.packed, TrellisWeights):
+            continue
         try:
-            specs[path] = (_spec_of(module, model), _device_of(module))
+            spec = _linear_spec_of(module) if is_linear else _spec_of(module, model)
+            wanted.append((module, (spec, _device_of(module))))
         except UnsupportedError as error:
-            report.refused[str(error)] = report.refused.get(str(error), 0) + 1
-    same = united([spec for spec, _ in specs.values() if isinstance(spec, TrellisMoeSpec)])
-    for path, (spec, device) in specs.items():
-        if isinstance(spec, TrellisMoeSpec):
-            specs[path] = (same[spec], device)
-    ready: dict[tuple[LayerSpec, torch.device], Ready] = {}
-    for key in dict.fromkeys(specs.values()):
+            refused = report.refused_linears if is_linear else report.refused
+            refused[str(error)] = refused.get(str(error), 0) + 1
+    wanted = _sharing_plans(wanted)
+    ready: dict[Planned, Ready] = {}
+    for key in dict.fromkeys(key for _, key in wanted):
         spec, device = key
         ready[key] = prewarm(
             plan(spec, settings.max_tokens),
@@ -179,19 +214,36 @@ def attach_kernels(
         )
         for device in {device for _, device in ready}
     }
-    for path, key in specs.items():
-        module = modules[path]
-        module.kernels = LayerKernels(ready[key], _tensors_of(module), arenas[key[1]])
-        report.num_layers += 1
+    for module, key in wanted:
+        if isinstance(module, PackedLinear):
+            assert isinstance(module.packed, TrellisWeights)
+            tensors = linear_tensors(module.packed)
+            module.kernels = LayerKernels(ready[key], tensors, arenas[key[1]], TrellisLinear)
+            report.num_linears += 1
+        else:
+            module.kernels = LayerKernels(ready[key], _tensors_of(module), arenas[key[1]])
+            report.num_layers += 1
     report.ready = list(ready.values())
     return report
 
 
-def _device_of(module: PackedExperts) -> torch.device:
+def _sharing_plans(
+    wanted: Sequence[tuple[PackedExperts | PackedLinear, Planned]],
+) -> list[tuple[PackedExperts | PackedLinear, Planned]]:
+    """The same, of EXL3 one spec for all that differ in their rates alone."""
+    specs = [spec for _, (spec, _) in wanted]
+    same: dict[LayerSpec, LayerSpec] = {
+        **united([spec for spec in specs if isinstance(spec, TrellisMoeSpec)]),
+        **united([spec for spec in specs if isinstance(spec, TrellisLinearSpec)]),
+    }
+    return [(module, (same.get(spec, spec), device)) for module, (spec, device) in wanted]
+
+
+def _device_of(module: PackedExperts | PackedLinear) -> torch.device:
     """The one device of a layer's buffers."""
     devices = {buffer.device for buffer in module.buffers()}
     if len(devices) != 1:
-        raise UnsupportedError(f"experts: on {sorted(map(str, devices))}, must be on one device")
+        raise UnsupportedError(f"weights: on {sorted(map(str, devices))}, must be on one device")
     return devices.pop()
 
 
@@ -204,6 +256,21 @@ def _tensors_of(module: PackedExperts) -> dict[str, Tensor]:
     assert isinstance(w13, PackedWeights)
     assert isinstance(w2, PackedWeights)
     return operand_tensors(w13, w2, **biases)
+
+
+def _linear_spec_of(module: PackedLinear) -> TrellisLinearSpec:
+    """What the kernels of an EXL3 linear must be planned for.
+
+    Raises
+        UnsupportedError: no kernels for its device, rate or sizes.
+    """
+    device = _device_of(module)
+    if device.type != "cuda":
+        raise UnsupportedError(f"device: {device}, kernels need a CUDA device")
+    scheme = module.packed.scheme
+    assert isinstance(scheme, TrellisScheme)
+    spec = trellis_linear_spec_of(scheme, dtype=module.dtype)
+    return spec.for_target(device_target(device))
 
 
 def _spec_of(module: PackedExperts, model: Any) -> LayerSpec:

@@ -52,29 +52,29 @@ class _Watched(nn.Module):
         return super()._apply(fn, recurse)
 
 
-class _OfExperts(_Watched):
-    """A stack of an experts module, which it tells what it notices."""
+class _Owned(_Watched):
+    """A stack of a module that may have kernels, which it tells what it notices."""
 
-    def watch(self, experts: PackedExperts) -> None:
+    def watch(self, owner: _Watched) -> None:
         """Tell this module."""
-        self.__dict__["_experts"] = weakref.ref(experts)
+        self.__dict__["_owner"] = weakref.ref(owner)
 
     def drop_kernels(self) -> None:
-        known = self.__dict__.get("_experts")
-        experts = None if known is None else known()
-        if experts is not None:
-            experts.drop_kernels()
+        known = self.__dict__.get("_owner")
+        owner = None if known is None else known()
+        if owner is not None:
+            owner.drop_kernels()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the module, which watches its copies itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "_experts"}
+        return {name: value for name, value in self.__dict__.items() if name != "_owner"}
 
 
-class _ExpertWeights(_OfExperts, PackedWeights):
+class _OwnedWeights(_Owned, PackedWeights):
     pass
 
 
-class _ExpertTrellis(_OfExperts, TrellisWeights):
+class _OwnedTrellis(_Owned, TrellisWeights):
     pass
 
 
@@ -82,8 +82,8 @@ def _expert_stack(schemes: Sequence[Scheme], num_parts: int) -> WeightStack:
     """A stack of an experts module; schemes of each part of each expert, an expert's together."""
     num_experts = len(schemes) // num_parts
     if isinstance(schemes[0], TrellisScheme):
-        return _ExpertTrellis(cast(Sequence[TrellisScheme], schemes), num_experts, num_parts)
-    return _ExpertWeights(schemes[0], num_experts, num_parts)
+        return _OwnedTrellis(cast(Sequence[TrellisScheme], schemes), num_experts, num_parts)
+    return _OwnedWeights(schemes[0], num_experts, num_parts)
 
 
 class PackedExperts(_Watched):
@@ -148,7 +148,7 @@ class PackedExperts(_Watched):
 
     def _watch(self) -> None:
         for stack in (self.gate_up, self.down):
-            if isinstance(stack, _OfExperts):
+            if isinstance(stack, _Owned):
                 stack.watch(self)
 
     def drop_kernels(self) -> None:
@@ -178,8 +178,10 @@ class PackedExperts(_Watched):
         )
 
 
-class PackedLinear(nn.Module):
-    """A quantised `nn.Linear`: the weight is packed and expanded at each call.
+class PackedLinear(_Watched):
+    """A quantised `nn.Linear`: the weight is packed, and expanded at each call or read by kernels.
+
+    Kernels take calls in `dtype` that want no gradient (`attach_kernels`).
 
     Args:
         scheme: how the weight was stored.
@@ -192,11 +194,13 @@ class PackedLinear(nn.Module):
         self.in_features = scheme.k
         self.out_features = scheme.n
         self.dtype = dtype
+        self.kernels: Callable[[Tensor], Tensor] | None = None
         self.packed: WeightStack = (
-            TrellisWeights([scheme], num_matrices=1)
+            _OwnedTrellis([scheme], num_matrices=1)
             if isinstance(scheme, TrellisScheme)
             else PackedWeights(scheme, num_matrices=1)
         )
+        self._watch()
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
 
@@ -205,9 +209,34 @@ class PackedLinear(nn.Module):
         """The matrix `[out_features, in_features]`, expanded anew at each access."""
         return self.packed.read(0, 0).dequantize(self.packed.scheme, self.dtype)
 
+    def _watch(self) -> None:
+        if isinstance(self.packed, _Owned):
+            self.packed.watch(self)
+
+    def drop_kernels(self) -> None:
+        """As that of `PackedExperts`."""
+        if self.kernels is not None:
+            self.kernels = None
+            log.warning(
+                "a linear was moved, converted or replaced: it runs on the PyTorch path from here"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the kernels, which belong to this process and device."""
+        return {**self.__dict__, "kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch()
+
     def forward(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`, `[..., out_features]` in x's dtype."""
-        y = self.packed.linear(0, x.reshape(-1, self.in_features))
+        rows = x.reshape(-1, self.in_features)
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        if self.kernels is None or needs_grad or x.dtype != self.dtype:
+            y = self.packed.linear(0, rows)
+        else:
+            y = self.kernels(rows.contiguous())
         if self.bias is not None:
             y += self.bias
         return y.view(*x.shape[:-1], self.out_features)

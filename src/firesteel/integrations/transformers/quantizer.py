@@ -169,7 +169,8 @@ class FiresteelQuantizer(HfQuantizer):
             parameter.data = parameter.data.to(self._dtypes[name])
         report = fill(model, self._plan)
         modules = {path: model.get_submodule(path) for path in self._plan.experts}
-        self.report = report.with_kernels(attach_kernels(model, modules))
+        linears = {path: model.get_submodule(path) for path in self._plan.packed}
+        self.report = report.with_kernels(attach_kernels(model, modules, linears))
         self.quantization_config.saved = saved_config(self._plan)
         return model
 

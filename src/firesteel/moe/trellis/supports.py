@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 
@@ -11,9 +12,12 @@ from firesteel.errors import UnsupportedError
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
+from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 
-__all__ = ["stored_of", "trellis_moe_spec_of", "united"]
+__all__ = ["stored_of", "trellis_linear_spec_of", "trellis_moe_spec_of", "united"]
+
+Spec = TypeVar("Spec", TrellisMoeSpec, TrellisLinearSpec)
 
 
 def stored_of(schemes: Sequence[TrellisScheme], *, has_bias: bool) -> StoredTrellis:
@@ -72,23 +76,51 @@ def trellis_moe_spec_of(
     )
 
 
-def united(specs: Sequence[TrellisMoeSpec]) -> dict[TrellisMoeSpec, TrellisMoeSpec]:
+def trellis_linear_spec_of(scheme: TrellisScheme, *, dtype: torch.dtype) -> TrellisLinearSpec:
+    """The linear of one matrix; its bias is added by the caller.
+
+    Raises
+        UnsupportedError: no kernel reads it.
+    """
+    names = {DTYPES[name]: name for name in ("bf16", "fp16")}
+    if dtype not in names:
+        raise UnsupportedError(f"dtype: got {dtype}, must be bfloat16 or float16")
+    return TrellisLinearSpec(
+        in_features=scheme.k,
+        out_features=scheme.n,
+        dtype=names[dtype],
+        stored=stored_of((scheme,), has_bias=False),
+    )
+
+
+def united(specs: Sequence[Spec]) -> dict[Spec, Spec]:
     """Of each spec the one that serves all which differ from it in their rates alone.
 
     Layers of one model often mix rates, each in its own way: they share one plan.
     """
-    found: dict[TrellisMoeSpec, TrellisMoeSpec] = {}
-    groups: dict[TrellisMoeSpec, list[TrellisMoeSpec]] = {}
+    groups: dict[Spec, list[Spec]] = {}
     for spec in specs:
-        bare = replace(spec, w13=_with(spec.w13, (1,)), w2=_with(spec.w2, (1,)))
-        groups.setdefault(bare, []).append(spec)
-    for group in groups.values():
-        w13 = tuple(sorted({rate for spec in group for rate in spec.w13.rates}))
-        w2 = tuple(sorted({rate for spec in group for rate in spec.w2.rates}))
-        for spec in group:
-            found[spec] = replace(spec, w13=_with(spec.w13, w13), w2=_with(spec.w2, w2))
+        alike = _with_rates(spec, {name: {1} for name in _stacks(spec)})
+        groups.setdefault(alike, []).append(spec)
+    found: dict[Spec, Spec] = {}
+    for alike, group in groups.items():
+        rates = {
+            name: {rate for spec in group for rate in getattr(spec, name).rates}
+            for name in _stacks(alike)
+        }
+        found |= dict.fromkeys(group, _with_rates(alike, rates))
     return found
 
 
-def _with(stored: StoredTrellis, rates: tuple[int, ...]) -> StoredTrellis:
-    return replace(stored, rates=rates)
+def _stacks(spec: TrellisMoeSpec | TrellisLinearSpec) -> list[str]:
+    """The fields that say how matrices are stored."""
+    names = [field.name for field in fields(spec)]
+    return [name for name in names if isinstance(getattr(spec, name), StoredTrellis)]
+
+
+def _with_rates(spec: Spec, rates: Mapping[str, set[int]]) -> Spec:
+    changes = {
+        name: replace(getattr(spec, name), rates=tuple(sorted(found)))
+        for name, found in rates.items()
+    }
+    return replace(spec, **changes)
