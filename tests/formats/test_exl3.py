@@ -13,7 +13,7 @@ from firesteel.formats.exl3 import Exl3
 from firesteel.formats.packed import packed_bytes
 from firesteel.formats.trellis import TrellisCode, decode_tiles, hadamard128
 from firesteel.formats.trellis_matrix import trellis_scheme
-from firesteel.formats.trellis_weights import TrellisWeights
+from firesteel.formats.trellis_weights import TrellisWeights, words_of_tiles
 from tests.strategies import TRELLIS_CODES, headers_of, random_trellis, stored_trellises
 
 FORM = Exl3()
@@ -139,3 +139,11 @@ def test_scales_are_not_stored_as_signs():
     matrix = random_trellis(trellis_scheme(128, 128, scheme.code), torch.Generator())
     with pytest.raises(InvalidArgumentError, match="must be 1 or -1"):
         FORM.pack(scheme, matrix)
+
+
+def test_a_word_is_where_the_page_says():
+    code = TrellisCode(3.0, "mcg")
+    trellis = torch.zeros(16, 8, 48, dtype=torch.int16)
+    # Word 5 of the tile at i = 9, j = 2 (docs/formats.md).
+    trellis.view(torch.int32)[9, 2, 5] = 1
+    assert words_of_tiles(trellis, code).flatten().nonzero().tolist() == [[2629]]
