@@ -12,7 +12,10 @@ from firesteel.moe.spec import MoeSpec, StoredWeights, check_weights
 
 __all__ = ["RECIPES", "check_scale_range", "moe_spec_of"]
 
-RECIPES = "int3 and int4 with -g32, -g64 or -g128, each also with -asym, mxfp4, nvfp4 and nf3"
+RECIPES = (
+    "int3 and int4 with -g32, -g64 or -g128, each also with -asym, mxfp4, nvfp4, nf3, and exl3 of "
+    "whole bits"
+)
 """The recipes that kernels exist for, in words for error messages."""
 
 MAX_E8M0 = {"bf16": 160, "fp16": 128}

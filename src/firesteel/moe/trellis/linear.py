@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from firesteel.errors import InvalidArgumentError, UnsupportedError
-from firesteel.formats.trellis_matrix import padded
+from firesteel.errors import UnsupportedError
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
 from firesteel.launch.binary import supports_dependent_launch, supports_wgmma
 from firesteel.moe.spec import ROW_UNIT, check_size
-from firesteel.moe.trellis.launches import Experts, Matrices, finish, product, rotate
 from firesteel.moe.trellis.spec import StoredTrellis, check_gluon, trellis_operands
-from firesteel.moe.trellis.tiles import Cut, cut_of, few_spans, tile_rows
 
 __all__ = ["TrellisLinearSpec"]
 
@@ -86,80 +83,18 @@ class TrellisLinearSpec:
             ),
         )
 
-    @property
-    def _matrices(self) -> Matrices:
-        return Matrices("w", self.stored, 1, padded(self.out_features), padded(self.in_features))
-
-    def _cut(self, num_tokens: int) -> Cut:
-        height, width = padded(self.out_features) // 128, padded(self.in_features) // 128
-        rows = tile_rows(num_tokens, wgmma=self.wgmma)
-        if num_tokens <= 8:
-            rows = 8
-        cut = cut_of(rows, height, width)
-        if cut.is_wgmma:
-            return cut
-        tiles = -(-num_tokens // rows)
-        spans = few_spans(height * tiles, width) if num_tokens <= 16 else 1
-        return Cut(rows, 1, spans, warps=4, stages=4) if spans > 1 else cut
-
     def workspace(self, num_tokens: int) -> tuple[Region, ...]:
         """Rotated rows of x, products, and sums of spans."""
-        k, n = padded(self.in_features), padded(self.out_features)
-        partials = 0
-        for count in range(1, min(num_tokens, 16) + 1):
-            spans = self._cut(count).split_k
-            partials = max(partials, spans * count * (spans > 1))
-        return (
-            Region("rotated", "fp16", (num_tokens, k)),
-            Region("partials", "fp32", (partials, n)),
-            Region("products", "fp16", (num_tokens, n)),
-        )
+        from firesteel.moe.trellis.linear_plan import workspace
+
+        return workspace(self, num_tokens)
 
     def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
-        """The launches of a call of so many rows, in order.
-
-        Raises
-            InvalidArgumentError: a negative number of rows.
-        """
+        """The launches of a call; see `firesteel.moe.trellis.linear_plan`."""
         del flags
-        if num_tokens < 0:
-            raise InvalidArgumentError(f"num_tokens: got {num_tokens}, must not be negative")
-        if num_tokens == 0:
-            return ()
-        one, cut, matrices = Experts(None), self._cut(num_tokens), self._matrices
-        tiles = -(-num_tokens // cut.rows)
-        return (
-            rotate(
-                one,
-                matrices,
-                dtype=self.dtype,
-                size=self.in_features,
-                rows=num_tokens,
-                to="rotated",
-                pdl=self.pdl,
-            ),
-            product(
-                one,
-                matrices,
-                cut,
-                x="rotated",
-                y="products",
-                rows=num_tokens,
-                tiles=tiles,
-                pdl=self.pdl,
-            ),
-            finish(
-                one,
-                matrices,
-                dtype=self.dtype,
-                size=self.out_features,
-                num_tokens=num_tokens,
-                split_k=cut.split_k,
-                products="products",
-                has_weights=False,
-                pdl=self.pdl,
-            ),
-        )
+        from firesteel.moe.trellis.linear_plan import select
+
+        return select(self, num_tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """Every field, for JSON."""

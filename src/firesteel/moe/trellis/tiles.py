@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["FEW_ROWS", "Cut", "cut_of", "few_spans", "hit_experts", "tile_rows"]
+__all__ = ["FEW_ROWS", "STREAM_ROWS", "Cut", "cut_of", "few_spans", "hit_experts", "tile_rows"]
 
 STREAM_ROWS = 16
 """Most rows of a tile that `mma.sync` multiplies."""
