@@ -1,8 +1,8 @@
 """`select` of an EXL3 linear: rotate, multiply, rotate.
 
 Rows of x are in order, and tiles of them share one matrix. Tiles have 8 or 16 rows as long as that
-makes few programs, which then share K: decoding a matrix again for each tile costs less than leaving
-most multiprocessors idle. Beyond it they are those of `moe.trellis.tiles`.
+makes few programs, which then share K: decoding a matrix again for each tile costs less than
+leaving most multiprocessors idle. Beyond it they are those of `moe.trellis.tiles`.
 """
 
 from __future__ import annotations
