@@ -26,7 +26,7 @@ from firesteel.moe.pipeline import (
 )
 from firesteel.moe.tile import fp4_scales
 
-__all__ = ["begin", "stream_products", "x_layout"]
+__all__ = ["begin", "stream_products", "sum_layout", "x_layout"]
 
 
 @gluon.constexpr_function

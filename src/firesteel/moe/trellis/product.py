@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from firesteel.moe.epilogue import store_rows
 from firesteel.moe.pipeline import buffers
+from firesteel.moe.stream import sum_layout
 from firesteel.moe.tile import find_tile
 from firesteel.moe.trellis.numbers import (
     both_halves,
@@ -24,19 +25,9 @@ from firesteel.moe.trellis.numbers import (
     windows_of,
     words_before,
 )
+from firesteel.moe.trellis.rotate import log2
 
 __all__ = ["find_rows", "trellis_stream_kernel"]
-
-
-@gluon.constexpr_function
-def sum_layout(WARPS):
-    """Of products: each warp has 16 rows of the matrix."""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
-
-
-@gluon.constexpr_function
-def log2(value):
-    return value.bit_length() - 1
 
 
 @gluon.constexpr_function

@@ -21,6 +21,7 @@ __all__ = [
     "as_operand",
     "block_layout",
     "hadamard",
+    "log2",
     "operand_layout",
     "rotate_kernel",
     "rotated_layout",

@@ -46,6 +46,8 @@ def tile_rows(rows_per_matrix: float, *, wgmma: bool) -> int:
         return 8
     if rows_per_matrix <= 12 or not wgmma:
         return STREAM_ROWS
+    if rows_per_matrix <= 20:
+        return 32
     return 64 if rows_per_matrix <= 40 else 128
 
 
