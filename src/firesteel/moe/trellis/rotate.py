@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 """The rotation of EXL3 in registers, and the kernel that rotates a layer's input.
 
 A Hadamard matrix of 128 is one of 16, of k // 8, times one of 8, of k % 8. A warp rotates 8 blocks
