@@ -25,7 +25,6 @@ from firesteel.launch.key import DTYPES
 from firesteel.launch.spec import Spec
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
-from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
@@ -59,6 +58,8 @@ SPECS: dict[str, tuple[Spec, int]] = {
     "glm-5.2-tp4": (geometry("glm-5.2", tensor_parallel=4), 3072),
 }
 if has_gluon():
+    from firesteel.moe.trellis.linear import TrellisLinearSpec
+
     # Split sums, whole ones, and every tile; sizes that are no whole blocks.
     SPECS["trellis-moe"] = (
         TrellisMoeSpec(

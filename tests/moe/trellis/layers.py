@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -52,6 +53,17 @@ class TrellisLayer:
             bias13=self.bias13,
             bias2=self.bias2,
         )
+
+
+def max_error(dtype: torch.dtype) -> float:
+    """How large a layer's relative error may be, by norm, of results in dtype.
+
+    Ten numbers on the way are rounded to fp16 (x * suh, rotations, products, weights), and the
+    result once. Each has an error of eps / sqrt(12) at most, of any sign; twice that, since a gate
+    counts in two factors.
+    """
+    half, last = torch.finfo(torch.float16).eps, torch.finfo(dtype).eps
+    return 2 * math.sqrt((10 * half**2 + last**2) / 12)
 
 
 def random_trellis_layer(spec: TrellisMoeSpec, seed: int = 0) -> TrellisLayer:

@@ -12,7 +12,8 @@ from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
 from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
-from tests.moe.trellis.layers import random_trellis_layer, random_trellis_linear
+from tests.moe.trellis.launches import run_plan, spread
+from tests.moe.trellis.layers import max_error, random_trellis_layer, random_trellis_linear
 
 CPU = torch.device("cpu")
 MIXED = StoredTrellis(rates=(2, 3, 4), codebook="mul1", has_bias=True)
@@ -95,3 +96,47 @@ def test_inputs_are_of_the_operands_shapes(name: str) -> None:
         assert 0.005 < float(matrices.float().std()) < 0.05
     again = random_weights(spec, CPU)
     assert all(torch.equal(weights[each], again[each]) for each in weights)
+
+
+# Split sums and whole ones; direct routes, tiles of 8, 16, 64 and 128 rows.
+CALLS = [*(("plain", count) for count in (1, 5, 15, 82)), ("mixed-biased-fp16", 26)]
+CALLS += [(name, 1) for name in SPECS if name != "plain"]
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), CALLS)
+def test_a_plan_in_the_emulator_is_the_oracle_s(name: str, num_tokens: int) -> None:
+    spec = replace(SPECS[name], hidden_size=760, num_global_experts=6)
+    layer, generator = random_trellis_layer(spec), torch.Generator().manual_seed(num_tokens)
+    dtype = DTYPES[spec.dtype]
+    x = torch.randn(num_tokens, spec.hidden_size, generator=generator).to(dtype)
+    ids = torch.rand(num_tokens, 6, generator=generator).topk(2).indices.int()
+    ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+    weights = torch.rand(ids.shape, generator=generator)
+    out = spread(torch.full_like(x, torch.nan), 2)
+    call = {"x": spread(x, 1), "topk_ids": ids, "topk_weights": weights, "out": out}
+    run_plan(
+        spec.select(num_tokens, (("ids", "i32"),)),
+        spec.workspace(num_tokens),
+        {**layer.tensors("cpu"), **call},
+        lands_early=num_tokens % 2 == 1,
+    )
+    expected = layer.reference(x, ids, weights)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error <= max_error(dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 10, 20, 70])
+@pytest.mark.parametrize("stored", [StoredTrellis(), replace(MIXED, rates=(4,))])
+def test_a_linear_in_the_emulator_is_the_oracle_s(stored: StoredTrellis, num_tokens: int) -> None:
+    spec = TrellisLinearSpec(in_features=760, out_features=200, dtype="fp16", stored=stored)
+    tensors, dense, bias = random_trellis_linear(spec)
+    x = torch.randn(num_tokens, 760, generator=torch.Generator().manual_seed(1)).half()
+    out = torch.full((num_tokens, 200), torch.nan, dtype=torch.float16)
+    run_plan(
+        spec.select(num_tokens, ()),
+        spec.workspace(num_tokens),
+        {**tensors, "x": x, "out": out},
+        lands_early=num_tokens == 10,
+    )
+    expected = x.double() @ dense.T + (0 if bias is None else bias.double())
+    assert (out.double() - expected).norm() <= max_error(x.dtype) * expected.norm()
