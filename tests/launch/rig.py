@@ -74,9 +74,11 @@ def ready_on_stub(
 
 
 def tensors_of(spec: Spec, flags: Flags) -> dict[str, Tensor]:
-    """A tensor for each operand that is given once."""
+    """A tensor for each operand that is given once; of any size one of 64 elements."""
     return {
-        operand.name: aligned(operand.shape_for(0), DTYPES[operand.dtype])
+        operand.name: aligned(
+            (64,) if operand.is_any_size else operand.shape_for(0), DTYPES[operand.dtype]
+        )
         for operand in spec.operands(flags)
         if not operand.is_per_call
     }

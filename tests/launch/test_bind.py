@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from firesteel.errors import ArenaError, InvalidArgumentError, NotPlannedError
-from firesteel.launch import Arena, Operand, Ready, plan
+from firesteel.launch import ANY_SIZE, Arena, Operand, Ready, plan
+from firesteel.launch.spec import Flags
 from firesteel.launch.stub import StubDriver
 from firesteel.settings import Settings
 from tests.launch.gather_rows import GatherRows
@@ -65,6 +66,42 @@ def test_a_wrong_tensor_is_refused_by_name(ready: Ready, mutation: str, fill: fl
     wrong: Any = mutations()[mutation](right)
     with pytest.raises(InvalidArgumentError, match=r"^w: (got|is on|starts at) .*, must be "):
         ready.bind({"w": wrong}, ready.arena(), ids="i32")
+
+
+class AnyWeights(GatherRows):
+    """As GatherRows, of weights of any size."""
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        first, *rest = super().operands(flags)
+        return (replace(first, shape=(ANY_SIZE,)), *rest)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 1000])
+def test_a_tensor_of_any_size_is_bound(driver: StubDriver, size: int) -> None:
+    made = plan(AnyWeights(), 3)
+    weights = aligned((size,), torch.float32)
+    bound = ready_on_stub(made, driver).bind(
+        {"w": weights}, Arena.allocate(made.workspace.num_bytes, CPU), ids="i64"
+    )
+    driver.reset()
+    bound.run(*call_of(GatherRows(), I64, 3))
+    assert driver.launches()[1].params[1] == weights.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "mutation", [*sorted(set(mutations()) - {"longer", "shorter", "empty"}), "matrix"]
+)
+def test_a_tensor_of_any_size_is_refused_for_all_else(driver: StubDriver, mutation: str) -> None:
+    made = plan(AnyWeights(), 3)
+    right = aligned((8,), torch.float32)
+    wrong: Any = right.view(2, 4) if mutation == "matrix" else mutations()[mutation](right)
+    ready = ready_on_stub(made, driver)
+    with pytest.raises(
+        InvalidArgumentError, match=r"^w: (got|is on|starts at) .*, must be "
+    ) as caught:
+        ready.bind({"w": wrong}, ready.arena(), ids="i64")
+    if mutation == "matrix":
+        assert str(caught.value) == "w: got shape [2, 4], must be [any]"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 import math
+from typing import Any
 
 import pytest
 
 from firesteel.errors import InvalidArgumentError
-from firesteel.launch import NUM_TOKENS, Operand, Region
+from firesteel.launch import ANY_SIZE, NUM_TOKENS, Operand, Region
 from firesteel.launch.spec import all_flags
 
 
@@ -21,10 +22,32 @@ def test_an_operand_without_it_is_given_once(shape: tuple[int, ...]) -> None:
     assert operand.shape_for(9) == shape
 
 
-@pytest.mark.parametrize("shape", [(4, NUM_TOKENS), (-1,), ("N", 4), (2.0,), (NUM_TOKENS, -3)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((4, NUM_TOKENS), (-1,), ("N", 4), (2.0,), (NUM_TOKENS, -3)),
+        *((ANY_SIZE, 4), (4, ANY_SIZE), (NUM_TOKENS, ANY_SIZE), (ANY_SIZE, ANY_SIZE)),
+    ],
+)
 def test_an_operand_of_another_shape_is_refused(shape: tuple[int | str, ...]) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"operand x: shape .*, must be sizes, 'M' only"):
+    message = r"operand x: shape .*, must be sizes, 'M' only first, or 'any' alone"
+    with pytest.raises(InvalidArgumentError, match=message):
         Operand("x", "bf16", shape)
+
+
+def test_an_operand_of_any_size_is_given_once() -> None:
+    operand = Operand("words", "i32", (ANY_SIZE,))
+    assert operand.is_any_size
+    assert not operand.is_per_call
+    assert not Operand("words", "i32", (4,)).is_any_size
+    with pytest.raises(InvalidArgumentError, match="operand words: dtype 'int32', must be one of"):
+        Operand("words", "int32", (ANY_SIZE,))
+
+
+@pytest.mark.parametrize("changes", [{"has_stride": True}, {"row_unit": 8}, {"row_unit": 0}])
+def test_an_operand_of_any_size_has_no_rows(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match="operand words: of any size, must have no rows"):
+        Operand("words", "i32", (ANY_SIZE,), **changes)
 
 
 def test_an_operand_of_an_unknown_type_is_refused() -> None:

@@ -20,11 +20,12 @@ from triton.runtime.jit import create_function_from_signature
 from examples.scale_rows.scale_rows import ScaleRows
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Kernel, LaunchKey, plan
-from firesteel.launch.binary import triton_source
+from firesteel.launch.binary import has_gluon, triton_source
 from firesteel.launch.key import DTYPES
 from firesteel.launch.spec import Spec
 from firesteel.launch.stub import StubDriver
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
+from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
 BACKEND: Any = make_backend(GPUTarget("cuda", 90, 32))
@@ -56,6 +57,23 @@ SPECS: dict[str, tuple[Spec, int]] = {
     "moe-mxfp4": (replace(TINY, w13=StoredWeights.fp4("mxfp4")), 300),
     "glm-5.2-tp4": (geometry("glm-5.2", tensor_parallel=4), 3072),
 }
+if has_gluon():
+    from firesteel.moe.trellis.linear import TrellisLinearSpec
+
+    # Split sums, whole ones, and every tile; sizes that are no whole blocks.
+    SPECS["trellis-moe"] = (
+        TrellisMoeSpec(
+            hidden_size=760,
+            intermediate_size=200,
+            num_experts=4,
+            top_k=2,
+            w13=StoredTrellis(rates=(2, 3), has_bias=True),
+            w2=StoredTrellis(codebook="mul1"),
+            num_global_experts=16,
+        ),
+        120,
+    )
+    SPECS["trellis-linear"] = (TrellisLinearSpec(in_features=768, out_features=136), 60)
 
 
 class Pointer:

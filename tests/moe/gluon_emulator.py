@@ -207,7 +207,7 @@ class Machine:
         assert is_async
 
         def product() -> None:
-            acc.v = acc.v + a.v.float() @ b.v.float()
+            acc.v = self.mma_v2(a, Block(b.v), acc).v
 
         self.products.append(product)
         return acc

@@ -140,30 +140,25 @@ def waits_of(code: Sequence[Instruction]) -> tuple[int, int]:
 
 
 def weigh(text: str, key: LaunchKey) -> Turn:
-    """A turn of a compiled key of FC1 or FC2.
+    """A turn of a compiled key of FC1, FC2 or a linear.
 
     Raises
         ValueError: it does not multiply whole blocks, or loads less than their codes.
     """
-    constants = dict(key.constexprs)
-    rows, routes = constants["BLOCK_N"], constants["BLOCK_M"]
-    assert isinstance(rows, int)
+    operand, weights, numbers, bits = _block_of(key)
+    routes = dict(key.constexprs)["BLOCK_M"]
     assert isinstance(routes, int)
-    is_gate_up = key.name.startswith("gate_up")
-    parts = 2 if is_gate_up and constants["ACTIVATION"] != "relu2" else 1
-    # The operand of one product, which in Gluon always has gate and up rows; warps that are more
-    # than its tiles of 16 x 8 repeat others' work.
-    operand = rows * (parts if constants.get("JOINT", True) else 1)
+    # Warps that are more than the operand's tiles of 16 x 8 repeat others' work.
     repeats = max(1, key.num_warps * 16 * 8 // (operand * routes))
     turn = without_stores(main_loop(parse(text)))
     products = _products(turn) * key.num_warps // repeats
-    block = parts * rows * BLOCK_COLUMNS * routes
+    block = weights * numbers * routes
     blocks, rest = divmod(products, block)
     if rest or not blocks:
         raise ValueError(f"products: got {products} of {key}, must be a multiple of {block}")
-    threads, weights = 32 * key.num_warps, blocks * parts * rows * BLOCK_COLUMNS
+    threads, weights = 32 * key.num_warps, blocks * weights
     loaded = sum(each.loaded_bytes for each in turn) * threads
-    codes = weights * BITS[str(constants.get("ELEMENT", "int4"))] // 8
+    codes = weights * bits // 8
     if loaded < codes:
         raise ValueError(
             f"loads: got {loaded:g} bytes of {key}, must be {codes} at least "
@@ -171,6 +166,30 @@ def weigh(text: str, key: LaunchKey) -> Turn:
         )
     spills = sum(each.name.startswith(("STL", "LDL")) for each in turn)
     return Turn(len(turn), blocks, spills, len(turn) * threads / weights)
+
+
+def _block_of(key: LaunchKey) -> tuple[int, int, int, int]:
+    """Of a block of weights: rows of the operand of one product, weights, numbers that each is
+    multiplied as, and bits of each.
+
+    An operand in Gluon always has gate and up rows.
+    """
+    constants = dict(key.constexprs)
+    if "RATES" in constants:
+        # EXL3: of several rates the lowest, which stands first and is the one that counts.
+        rates = constants["RATES"]
+        assert isinstance(rates, int)
+        bits = (rates & -rates).bit_length() - 1
+        if key.name.endswith("_wgmma_kernel"):
+            return 128, 128 * BLOCK_COLUMNS // 2, 1, bits
+        return 128, 128 * BLOCK_COLUMNS, 1 if constants["CODEBOOK"] == "mul1" else 2, bits
+    rows = constants["BLOCK_N"]
+    assert isinstance(rows, int)
+    is_gate_up = key.name.startswith("gate_up")
+    parts = 2 if is_gate_up and constants["ACTIVATION"] != "relu2" else 1
+    operand = rows * (parts if constants.get("JOINT", True) else 1)
+    bits = BITS[str(constants.get("ELEMENT", "int4"))]
+    return operand, parts * rows * BLOCK_COLUMNS, 1, bits
 
 
 def _products(code: Sequence[Instruction]) -> int:

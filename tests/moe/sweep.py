@@ -1,7 +1,7 @@
 """A sweep of small layers on a GPU, for tools that watch every access.
 
     compute-sanitizer --tool memcheck python -m tests.moe.sweep
-    compute-sanitizer --tool racecheck python -m tests.moe.sweep mxfp4 nvfp4
+    compute-sanitizer --tool racecheck python -m tests.moe.sweep mxfp4 exl3-mixed
 
 Each kind of kernel and of tile runs at sizes that do not fit its tiles, with ids that are none, and
 every result is compared with the float64 oracle.
@@ -20,12 +20,17 @@ from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from tests.moe.layers import random_layer
 from tests.moe.test_layer_gpu import CASES
+from tests.moe.trellis import test_layer_gpu as trellis
+from tests.moe.trellis.layers import random_trellis_layer
 
 NAMES = (
     *("g128", "g32-asym", "ragged", "biased-swiglu", "expert-map", "no-wgmma"),
     *("mxfp4", "nvfp4", "nf3-ragged", "int3-g32-asym"),
+    *("exl3-mixed", "exl3-mul1-biased", "exl3-3inst-ragged", "exl3-expert-map"),
 )
 SIZES = (1, 3, 40, 200, 700)
+EXL3 = "exl3-"
+"""What names of EXL3's cases begin with here."""
 
 
 def main(names: Sequence[str]) -> int:
@@ -33,7 +38,10 @@ def main(names: Sequence[str]) -> int:
     names = names or NAMES
     worst = 0.0
     for name in names:
-        layer = random_layer(CASES[name])
+        if name.startswith(EXL3):
+            layer = random_trellis_layer(trellis.CASES[name.removeprefix(EXL3)])
+        else:
+            layer = random_layer(CASES[name])
         most = layer.spec.for_target(device_target(torch.device("cuda", 0)))
         spec = replace(most, wgmma=most.wgmma and layer.spec.wgmma)
         ready = prewarm(plan(spec, max(SIZES), flags={"ids": ["i64"]}))

@@ -178,6 +178,46 @@ def test_gluon_has_gate_and_up_rows_in_one_operand():
     assert weigh(text, made).blocks == 1
 
 
+# Of two warps 7 KiB: 3 bits of 128 rows and 128 columns, and half of x.
+TRELLIS_LOADS = [LOAD] * 7
+
+
+def trellis_key(kernel: str = "stream", num_warps: int = 2, rates: int = 1 << 3, **constants):
+    constants = {"RATES": rates, "CODEBOOK": "mcg", "BLOCK_M": 8, "SPAN": 1, **constants}
+    return LaunchKey(
+        f"m.trellis_{kernel}_kernel", (), tuple(constants.items()), num_warps=num_warps
+    )
+
+
+def test_a_weight_of_exl3_is_two_numbers_or_one():
+    """128 rows, 128 columns and 8 routes are 64 products of 16 x 8 x 16, or twice as many."""
+    text = sass(*TRELLIS_LOADS, *[MULTIPLY] * 64, OTHER, "@P0 BRA {0}", *END)
+    turn = weigh(text, trellis_key())
+    assert (turn.blocks, turn.instructions) == (1, 7 + 64 + 2)
+    assert turn.instructions_a_weight == 73 * 64 / (128 * 128)
+    once = weigh(text, trellis_key(CODEBOOK="mul1", num_warps=1, rates=1 << 1))
+    assert once.blocks == 1
+    assert once.instructions_a_weight == 73 * 32 / (128 * 128)
+    with pytest.raises(ValueError, match="products: got"):
+        weigh(text, trellis_key(num_warps=1))
+    with pytest.raises(ValueError, match=r"loads: got 7168 bytes of .*, must be 16384 at least"):
+        weigh(text, trellis_key(rates=1 << 8))
+
+
+def test_of_several_rates_the_lowest_counts():
+    text = sass(*TRELLIS_LOADS, *[MULTIPLY] * 64, "@P0 BRA {0}", *END)
+    # Of 8 bits alone the loads are too few.
+    assert weigh(text, trellis_key(rates=1 << 8 | 1 << 3)).blocks == 1
+
+
+def test_a_turn_of_exl3_s_large_tiles_is_half_a_block():
+    """128 rows, 64 columns and 64 routes are eight products of 64 x 64 x 16 of a warpgroup."""
+    product = "HGMMA.64x64x16.F32 R24"
+    text = sass(*TRELLIS_LOADS, *[product] * 8, OTHER, "@P0 BRA {0}", *END)
+    turn = weigh(text, trellis_key("wgmma", num_warps=4, BLOCK_M=64))
+    assert (turn.blocks, turn.instructions_a_weight) == (1, 17 * 128 / (128 * 64))
+
+
 def test_waits_for_products_are_counted():
     product, wait = "HGMMA.64x64x16.F32.BF16 R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
     text = sass("WARPGROUP.ARRIVE", product, product, wait, MULTIPLY, "DEPBAR.LE SB0, 0x1", product)

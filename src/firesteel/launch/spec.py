@@ -55,6 +55,11 @@ class Operand:
                 f"operand {self.name}: dtype {self.dtype!r}, must be one of {', '.join(DTYPES)}"
             )
         if self.is_any_size:
+            if self.has_stride or self.row_unit != 1:
+                raise InvalidArgumentError(
+                    f"operand {self.name}: of any size, must have no rows: got has_stride "
+                    f"{self.has_stride}, row_unit {self.row_unit}"
+                )
             return
         if NUM_TOKENS in self.shape[1:] or not all(
             size == NUM_TOKENS or (isinstance(size, int) and size >= 0) for size in self.shape

@@ -12,7 +12,7 @@ With a limit, g = min(gate, limit) and u = clamp(up, -limit, limit); without, g 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -79,6 +79,16 @@ class Activation:
             )
         if self.limit is not None and self.name not in _LIMITS:
             raise UnsupportedError(f"limit: got {self.limit}, must be None for {self.name!r}")
+
+    @property
+    def title(self) -> str:
+        """Its name, and those of its constants that are not the usual ones."""
+        usual = Activation(name=self.name)
+        return self.name + "".join(
+            f" {field.name}={value}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != getattr(usual, field.name)
+        )
 
     @property
     def is_gated(self) -> bool:

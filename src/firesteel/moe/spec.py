@@ -180,7 +180,7 @@ class MoeSpec:
         held = "" if self.num_global_experts is None else f" of {self.num_global_experts}"
         words = [
             f"MoE {'/'.join(kinds)} K={self.hidden_size} N={self.intermediate_size} "
-            f"E={self.num_experts}{held} top_k={self.top_k} {self.dtype} {self._activation_title}"
+            f"E={self.num_experts}{held} top_k={self.top_k} {self.dtype} {self.activation.title}"
         ]
         words += [name for name in ("weight_on_input", "batch_invariant") if getattr(self, name)]
         if not self.pdl:
@@ -190,16 +190,6 @@ class MoeSpec:
         if self.table != default_table():
             words.append(f"tiles of {self.table.name}")
         return " ".join(words)
-
-    @property
-    def _activation_title(self) -> str:
-        """Its name, and those of its constants that are not the usual ones."""
-        activation, usual = self.activation, Activation(name=self.activation.name)
-        return activation.name + "".join(
-            f" {field.name}={value}"
-            for field in fields(activation)
-            if (value := getattr(activation, field.name)) != getattr(usual, field.name)
-        )
 
     @property
     def num_parts(self) -> int:

@@ -15,9 +15,13 @@ from torch import Tensor
 
 from firesteel.formats.trellis import TrellisCode
 from firesteel.formats.trellis_weights import words_of_tiles
+from firesteel.launch import Launch, Region, Stride
+from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
 from firesteel.moe.reference import place_reference
-from tests.moe.gluon_emulator import run
+from firesteel.moe.spec import ROW_UNIT
+from firesteel.moe.trellis.launches import TRELLIS_KERNELS
+from tests.moe.gluon_emulator import Block, run
 from tests.moe.kernels import ROUNDING, Routing, routings
 
 WARPS = (1, 2, 4, 8)
@@ -86,6 +90,38 @@ def launch_on_nothing(kernel: Any, output: str, **given: Any) -> None:
     }
     launch(kernel, (1, 1, 1), output, **given)
     assert not given[output].any()
+
+
+def run_plan(
+    launches: Sequence[Launch],
+    regions: Sequence[Region],
+    tensors: dict[str, Tensor],
+    *,
+    lands_early: bool,
+) -> None:
+    """Launches of a plan in order, in memory of 0xFF bytes; routes are sorted by the reference."""
+    held = {each.name: poisoned(*each.shape, dtype=DTYPES[each.dtype]) for each in regions}
+    held |= tensors
+    for launch in launches:
+        arguments: dict[str, Any] = dict.fromkeys(p.name for p in launch.kernel.parameters)
+        arguments |= dict(launch.key.constexprs)
+        for (name, _), value in zip(launch.key.arguments, launch.arguments, strict=True):
+            if isinstance(value, str):
+                arguments[name] = held[value]
+            else:
+                is_stride = isinstance(value, Stride)
+                number = held[value.tensor].stride(0) // ROW_UNIT if is_stride else value
+                arguments[name] = Block(torch.tensor(number))
+        if launch.kernel in TRELLIS_KERNELS:
+            arguments["PDL"] = False
+            run(launch.kernel.function, launch.grid, arguments, lands_early=lands_early)
+        elif "tile_rows" in arguments:
+            routing = Routing(
+                tensors["topk_ids"], len(tensors["w13.suh"]), tensors.get("expert_map")
+            )
+            for name, table in tables_of(routing, int(arguments["tile_rows"])).items():
+                region = held[name.removesuffix("_ptr")]
+                region[: len(table)] = table[: len(region)]
 
 
 def tables_of(routing: Routing, rows: int) -> dict[str, Tensor]:

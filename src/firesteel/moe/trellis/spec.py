@@ -56,7 +56,8 @@ class StoredTrellis:
 
     def __post_init__(self) -> None:
         rates = tuple(sorted(set(self.rates)))
-        if not rates or rates != self.rates or not set(rates) <= set(RATES):
+        is_whole = all(type(rate) is int for rate in rates)
+        if not rates or rates != self.rates or not is_whole or not set(rates) <= set(RATES):
             raise UnsupportedError(
                 f"rates: got {self.rates}, must be some of 1 to 8, whole, each once, ascending"
             )
@@ -135,7 +136,7 @@ class TrellisMoeSpec:
         held = "" if self.num_global_experts is None else f" of {self.num_global_experts}"
         words = [
             f"MoE {'/'.join(kinds)} K={self.hidden_size} N={self.intermediate_size} "
-            f"E={self.num_experts}{held} top_k={self.top_k} {self.dtype} {self.activation.name}"
+            f"E={self.num_experts}{held} top_k={self.top_k} {self.dtype} {self.activation.title}"
         ]
         words += ["batch_invariant"] * self.batch_invariant
         words += ["no pdl"] * (not self.pdl) + ["no wgmma"] * (not self.wgmma)
