@@ -85,9 +85,18 @@ def test_sizes_that_128_does_not_divide():
         hadamard128(torch.ones(2, 576))
 
 
+@pytest.fixture
+def tf32():
+    """Products of fp32 rounded to TF32; not by monkeypatch, which cannot undo it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_gpu_gives_the_bits_of_a_cpu_whatever_its_products_are_set_to(dim, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def test_a_gpu_gives_the_bits_of_a_cpu_whatever_its_products_are_set_to(dim):
     x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     assert torch.equal(hadamard128(x.cuda(), dim).cpu(), hadamard128(x, dim))

@@ -22,7 +22,7 @@ PRODUCTS = {STREAM.name, WGMMA.name}
 
 # Token counts that take each tile and some of the splits, and the layer that takes them.
 _WHOLE: dict[str, tuple[TrellisMoeSpec, tuple[int, ...]]] = {
-    "glm-5.2": (GLM, (1, 32, 128, 256, 1024, 8192)),
+    "glm-5.2": (GLM, (1, 32, 128, 256, 512, 1024, 8192)),
     # With all else that changes code: biases, fp16, a map, an activation that has constants.
     "gpt-oss-120b": (replace(_GPT, dtype="fp16", num_global_experts=256), (1,)),
 }

@@ -24,9 +24,9 @@ BIASED = StoredTrellis(codebook="mul1", has_bias=True)
 SPECS = {
     "mapped": replace(LONG, num_global_experts=32, activation=Activation(name="swigluoai")),
     "relu2": replace(LONG, activation=Activation(name="relu2"), w13=BIASED, w2=BIASED),
-    "linear": TrellisLinearSpec(in_features=1536, out_features=256),
+    "linear": TrellisLinearSpec(in_features=1536, out_features=2048),
 }
-TILES = {8: 16, 16: 8, 64: 128, 128: 64}
+TILES = {8: 16, 16: 8, 32: 64, 64: 128, 128: 64}
 
 
 def another(name: str, value: Constexpr) -> Constexpr:
