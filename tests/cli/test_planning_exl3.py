@@ -87,6 +87,17 @@ def test_matrices_of_several_rates_are_one_plan(tmp_path):
     assert spec["w13"]["rates"] == spec["w2"]["rates"] == [2, 3, 4, 5]
 
 
+def test_linears_of_a_checkpoint_are_planned_with_its_experts(tmp_path):
+    path = write(tmp_path / "in", "qwen3_moe", STORAGES["exl3-whole-mcg"], linears=True).path
+    result = invoke("plan", "--checkpoint", path, "--max-tokens", 4)
+    assert result.exit_code == 0
+    titles = [line for line in result.stdout.splitlines() if line.startswith(("MoE", "linear"))]
+    assert titles[0].startswith("MoE exl3-2,3,4,5-mcg")
+    assert all(title.startswith("linear exl3-2,3,4,5-mcg K=") for title in titles[1:])
+    assert len(titles) > 1
+    assert len(set(titles)) == len(titles)
+
+
 @pytest.mark.parametrize(
     ("storage", "words"),
     [
@@ -110,6 +121,10 @@ def test_a_checkpoint_without_kernels_says_why(tmp_path, storage: Storage, words
         (
             ("--recipe", "exl3-3.0-mcg", "--tp", 32),
             ["tensor_parallel: got 32", "whole blocks of 128"],
+        ),
+        (
+            ("--recipe", "exl3-3.0-mcg", "--table", "h200"),
+            ["--table: got 'h200', no table of tiles cuts EXL3's kernels"],
         ),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
-from firesteel.cli.planning import PlanChoice, make_plans, make_specs
+from firesteel.cli.planning import PlanChoice, make_linear_specs, make_plans, make_specs
 from firesteel.launch import Plan
 from firesteel.launch.building import build_plans, checked_targets
 from firesteel.launch.store import Cache, check_out
@@ -47,9 +47,9 @@ def run(request: BuildRequest, *, as_json: bool) -> None:
     plans: dict[str, tuple[Plan, ...]] = {}
     for target in targets:
         # What a GPU of the target takes by itself, its name not being known here.
-        specs = make_specs(request.choice, nearest_table(None, target))
-        specs = tuple(spec.for_target(target) for spec in specs)
-        plans[target] = make_plans(request.choice, specs)
+        layers = make_specs(request.choice, nearest_table(None, target))
+        specs = (*layers, *make_linear_specs(request.choice))
+        plans[target] = make_plans(request.choice, [spec.for_target(target) for spec in specs])
     built, num_bytes = build_plans(
         plans,
         out=request.out,

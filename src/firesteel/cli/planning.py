@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,8 +29,9 @@ from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import GROUP_SIZES, NAMED_FORMATS, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
+from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import TrellisMoeSpec, trellis_geometry
-from firesteel.moe.trellis.supports import trellis_moe_spec_of, united
+from firesteel.moe.trellis.supports import trellis_linear_spec_of, trellis_moe_spec_of, united
 from firesteel.moe.tuning import TileTable
 from firesteel.moe.tuning_file import default_table, find_table
 from firesteel.settings import Settings
@@ -37,6 +39,7 @@ from firesteel.settings import Settings
 __all__ = [
     "LayerSpec",
     "PlanChoice",
+    "make_linear_specs",
     "make_plans",
     "make_specs",
     "make_table_specs",
@@ -87,7 +90,7 @@ def shape_choice(shape: str, recipe: str) -> PlanChoice:
 
 def run(choice: PlanChoice, *, as_json: bool) -> None:
     """Print the plan; with JSON, one object for each kind of layer."""
-    specs = make_specs(choice)
+    specs = (*make_specs(choice), *make_linear_specs(choice))
     for number, spec in enumerate(specs):
         start = time.perf_counter()
         (made,) = make_plans(choice, (spec,))
@@ -100,7 +103,9 @@ def run(choice: PlanChoice, *, as_json: bool) -> None:
         stdout().print(_tables(made, seconds))
 
 
-def make_plans(choice: PlanChoice, specs: Sequence[LayerSpec]) -> tuple[Plan, ...]:
+def make_plans(
+    choice: PlanChoice, specs: Sequence[LayerSpec | TrellisLinearSpec]
+) -> tuple[Plan, ...]:
     """A plan of each spec.
 
     Raises
@@ -117,7 +122,30 @@ def make_plans(choice: PlanChoice, specs: Sequence[LayerSpec]) -> tuple[Plan, ..
             f"ids: got {choice.ids!r}, must be {' or '.join(_IDS)}, or both with a comma between"
         )
     flags = {"ids": [_IDS[name] for name in dict.fromkeys(names)]}
-    return tuple(plan(spec, max_tokens, flags=flags) for spec in specs)
+    return tuple(
+        plan(spec, spec.planned_tokens(max_tokens))
+        if isinstance(spec, TrellisLinearSpec)
+        else plan(spec, max_tokens, flags=flags)
+        for spec in specs
+    )
+
+
+def make_linear_specs(choice: PlanChoice) -> tuple[TrellisLinearSpec, ...]:
+    """Each kind of EXL3 linear of a checkpoint, of one rank's whole layers; none of a model's name.
+
+    Sizes are those of the files, which pad to 128: a linear of other sizes is planned at load.
+    """
+    if choice.checkpoint is None or choice.tp > 1:
+        return ()
+    contents = scan(Checkpoint.open(choice.checkpoint))
+    dtype = _dtype(contents.checkpoint.config)
+    specs: list[TrellisLinearSpec] = []
+    for source in contents.dense:
+        if isinstance(source.scheme, TrellisScheme):
+            # One that no kernel reads runs on PyTorch operators, which the load report says.
+            with suppress(UnsupportedError):
+                specs.append(trellis_linear_spec_of(source.scheme, dtype=dtype))
+    return tuple(dict.fromkeys(united(specs).values()))
 
 
 def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[LayerSpec, ...]:
@@ -143,6 +171,10 @@ def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[Laye
     else:
         assert choice.checkpoint is not None
         specs = tuple(spec.shard(choice.tp) for spec in _stored(choice.checkpoint, choice.recipe))
+    if choice.table is not None and any(isinstance(spec, TrellisMoeSpec) for spec in specs):
+        raise UnsupportedError(
+            f"--table: got {choice.table!r}, no table of tiles cuts EXL3's kernels"
+        )
     changes = {"batch_invariant": choice.batch_invariant, "table": table or default_table()}
     return tuple(
         replace(spec, **changes)

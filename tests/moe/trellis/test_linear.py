@@ -158,6 +158,12 @@ def test_titles_and_json() -> None:
         ({"in_features": 100}, UnsupportedError, "in_features: got 100, must be a multiple of 8"),
         ({"out_features": 4}, UnsupportedError, "out_features: got 4, must be a multiple of 8"),
         ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32', must be one of bf16, fp16"),
+        ({"stored": (3,)}, InvalidArgumentError, "stored: got .*, must be of class StoredTrellis"),
+        (
+            {"in_features": 1 << 16, "out_features": 1 << 18},
+            UnsupportedError,
+            "matrix: got 65536 x 262144 padded",
+        ),
     ],
 )
 def test_a_bad_spec_names_its_field(
@@ -167,6 +173,15 @@ def test_a_bad_spec_names_its_field(
         replace(PLAIN, **changes)
     with pytest.raises(InvalidArgumentError, match="num_tokens: got -1, must not be negative"):
         PLAIN.select(-1, ())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "planned"), [((2048, 1024), 4096), ((2048, 151936), 217), ((8192, 1 << 19), 64)]
+)
+def test_wide_linears_are_planned_for_fewer_rows(sizes: tuple[int, int], planned: int) -> None:
+    spec = replace(PLAIN, in_features=sizes[0], out_features=sizes[1])
+    assert spec.planned_tokens(4096) == planned
+    assert spec.planned_tokens(16) == 16
 
 
 def test_unaligned_words_are_refused() -> None:

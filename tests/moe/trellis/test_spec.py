@@ -156,6 +156,17 @@ def test_what_no_kernel_reads_is_refused(changes: dict[str, object], words: str)
         ({"num_global_experts": 0}, InvalidArgumentError, "num_global_experts: got 0"),
         ({"top_k": 9}, InvalidArgumentError, "top_k: got 9, must be at most 8 experts"),
         ({"dtype": "fp32"}, UnsupportedError, "dtype: got 'fp32', must be one of bf16, fp16"),
+        ({"w13": None}, InvalidArgumentError, "w13: got None, must be of class StoredTrellis"),
+        (
+            {"activation": "silu"},
+            InvalidArgumentError,
+            "activation: got 'silu', must be of class Activation",
+        ),
+        (
+            {"hidden_size": 1 << 18, "intermediate_size": 1 << 15},
+            UnsupportedError,
+            "matrix: got 262144 x 32768 padded, must have less than 2",
+        ),
     ],
 )
 def test_a_bad_spec_names_its_field(

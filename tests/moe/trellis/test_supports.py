@@ -108,3 +108,15 @@ def test_layers_that_differ_in_their_rates_alone_share_a_plan() -> None:
     for spec, shared in found.items():
         assert set(spec.w13.rates) <= set(shared.w13.rates)
         assert set(spec.w2.rates) <= set(shared.w2.rates)
+
+
+def test_a_stack_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="schemes: got none"):
+        stored_of((), has_bias=False)
+
+
+def test_codebooks_are_named_in_one_order() -> None:
+    mixed = [trellis_scheme(128, 128, TrellisCode(3.0, name)) for name in ("mul1", "mcg")]
+    for found in (mixed, mixed[::-1]):
+        with pytest.raises(UnsupportedError, match="codebooks: got mcg, mul1 in one stack"):
+            stored_of(found, has_bias=False)

@@ -203,7 +203,7 @@ def attach_kernels(
     for key in dict.fromkeys(key for _, key in wanted):
         spec, device = key
         ready[key] = prewarm(
-            plan(spec, settings.max_tokens),
+            plan(spec, _planned_tokens(spec, settings)),
             device=device,
             settings=settings,
             show_progress=sys.stderr.isatty(),
@@ -225,6 +225,13 @@ def attach_kernels(
             report.num_layers += 1
     report.ready = list(ready.values())
     return report
+
+
+def _planned_tokens(spec: LayerSpec, settings: Settings) -> int:
+    """Largest call of a layer's plan."""
+    if isinstance(spec, TrellisLinearSpec):
+        return spec.planned_tokens(settings.max_tokens)
+    return settings.max_tokens
 
 
 def _sharing_plans(

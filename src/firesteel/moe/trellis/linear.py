@@ -7,14 +7,24 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from firesteel.errors import UnsupportedError
+from firesteel.formats.trellis_matrix import padded
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
 from firesteel.launch.binary import supports_dependent_launch, supports_wgmma
 from firesteel.moe.spec import ROW_UNIT, check_size
-from firesteel.moe.trellis.spec import StoredTrellis, check_gluon, trellis_operands
+from firesteel.moe.trellis.spec import (
+    StoredTrellis,
+    check_gluon,
+    check_kind,
+    check_matrix,
+    trellis_operands,
+)
 
 __all__ = ["TrellisLinearSpec"]
 
 _DTYPES = ("bf16", "fp16")
+
+MOST_NUMBERS = 1 << 25
+"""Numbers of rows of x and products that the calls of one plan may have between launches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +50,13 @@ class TrellisLinearSpec:
 
     def __post_init__(self) -> None:
         check_gluon()
+        check_kind("stored", self.stored, StoredTrellis)
         for name in ("in_features", "out_features"):
             value = getattr(self, name)
             check_size(name, value)
             if value % ROW_UNIT:
                 raise UnsupportedError(f"{name}: got {value}, must be a multiple of {ROW_UNIT}")
+        check_matrix(padded(self.in_features), padded(self.out_features))
         if self.dtype not in _DTYPES:
             raise UnsupportedError(
                 f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
@@ -57,6 +69,14 @@ class TrellisLinearSpec:
         words = [f"linear {self.stored.title} {sizes} {self.dtype}"]
         words += ["no pdl"] * (not self.pdl) + ["no wgmma"] * (not self.wgmma)
         return " ".join(words)
+
+    def planned_tokens(self, max_tokens: int) -> int:
+        """Rows that a plan should hold: fewer than asked for where they are wide (lm_head).
+
+        A longer call runs in slices, and the arena, which layers share, stays below 64 MB for it.
+        """
+        width = padded(self.in_features) + padded(self.out_features)
+        return min(max_tokens, max(64, MOST_NUMBERS // width))
 
     def for_target(self, target: str) -> TrellisLinearSpec:
         """The same linear with what kernels for a target ("sm_90") may use."""

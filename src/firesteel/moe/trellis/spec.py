@@ -27,6 +27,8 @@ __all__ = [
     "StoredTrellis",
     "TrellisMoeSpec",
     "check_gluon",
+    "check_kind",
+    "check_matrix",
     "trellis_geometry",
     "trellis_operands",
 ]
@@ -47,7 +49,7 @@ class StoredTrellis:
         has_bias  a bias a row, in the layer's dtype
 
     Raises
-        UnsupportedError: another rate or codebook.
+        InvalidArgumentError, UnsupportedError: other rates, or another codebook.
     """
 
     rates: tuple[int, ...] = (3,)
@@ -109,6 +111,12 @@ class TrellisMoeSpec:
 
     def __post_init__(self) -> None:
         check_gluon()
+        for name, kind in (
+            ("w13", StoredTrellis),
+            ("w2", StoredTrellis),
+            ("activation", Activation),
+        ):
+            check_kind(name, getattr(self, name), kind)
         for name in ("hidden_size", "intermediate_size", "num_experts", "top_k"):
             check_size(name, getattr(self, name))
         if self.num_global_experts is not None:
@@ -128,6 +136,7 @@ class TrellisMoeSpec:
             raise UnsupportedError(
                 f"hidden_size: got {self.hidden_size}, must be a multiple of {ROW_UNIT}"
             )
+        check_matrix(self.padded_hidden, self.padded_intermediate)
 
     @property
     def title(self) -> str:
@@ -242,6 +251,20 @@ def check_gluon() -> None:
     """Refuse a Triton that has not what the kernels are written in."""
     if not has_gluon():
         raise UnsupportedError("kernels for EXL3 need Triton 3.6 or later")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Refuse what is no value of a class."""
+    if not isinstance(value, kind):
+        raise InvalidArgumentError(f"{name}: got {value!r}, must be of class {kind.__name__}")
+
+
+def check_matrix(k: int, n: int) -> None:
+    """Refuse a matrix in which a kernel's offsets, which are int32 there, would not reach."""
+    if k * n // 4 >= 1 << 31:
+        raise UnsupportedError(
+            f"matrix: got {k} x {n} padded, must have less than 2**33 weights: offsets are int32"
+        )
 
 
 def trellis_operands(

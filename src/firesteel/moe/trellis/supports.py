@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from firesteel.errors import UnsupportedError
+from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
@@ -26,7 +26,9 @@ def stored_of(schemes: Sequence[TrellisScheme], *, has_bias: bool) -> StoredTrel
     Raises
         UnsupportedError: no kernel reads it.
     """
-    codebooks = dict.fromkeys(scheme.code.codebook for scheme in schemes)
+    if not schemes:
+        raise InvalidArgumentError("schemes: got none, must be those of a stack's matrices")
+    codebooks = sorted({scheme.code.codebook for scheme in schemes})
     if len(codebooks) > 1:
         raise UnsupportedError(
             f"codebooks: got {', '.join(codebooks)} in one stack, kernels read one"
@@ -35,7 +37,7 @@ def stored_of(schemes: Sequence[TrellisScheme], *, has_bias: bool) -> StoredTrel
     if halves:
         raise UnsupportedError(f"bits: got {min(halves)}, kernels read whole numbers of bits")
     rates = tuple(sorted({int(scheme.code.bits) for scheme in schemes}))
-    return StoredTrellis(rates=rates, codebook=next(iter(codebooks)), has_bias=has_bias)
+    return StoredTrellis(rates=rates, codebook=codebooks[0], has_bias=has_bias)
 
 
 def trellis_moe_spec_of(

@@ -17,8 +17,8 @@ STREAM_ROWS = 16
 FEW_ROWS = 5
 """Rows a matrix, on average, up to which tiles have 8."""
 
-_PROGRAMS = 1800
-"""About as many programs of two warps as an H200 runs at once: 14 on a multiprocessor."""
+_PROGRAMS = 1700
+"""Nearly as many programs of two warps as an H200 runs at once, which is 14 on a multiprocessor."""
 
 
 class Cut(NamedTuple):
