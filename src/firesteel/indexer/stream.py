@@ -1,0 +1,312 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
+# ruff: noqa: ANN001, ANN201, ANN202
+"""Scores and selection in one program, whose memory does not grow with the context.
+
+A program has a few rows, and works through their keys a chunk at a time: the chunk's scores go to
+scratch of its own, which stays in L2, and those above the k-th score so far join the selection so
+far. Strictly above is exact: what came before has lower positions, and wins ties.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from firesteel.indexer.score import clamped_length, key_scores, query_tile
+from firesteel.indexer.select import (
+    as_candidates,
+    candidate_keys,
+    candidate_positions,
+    count_selectable,
+    ordered_keys,
+    ranks,
+    threshold,
+    write_selected,
+)
+
+__all__ = ["stream_kernel"]
+
+
+@triton.jit
+def join_chunk(scratch_ptr, kept_ptr, start, CHUNK: tl.constexpr, TOP_K: tl.constexpr):
+    """Let a row's chunk of scores, whose first position is `start`, join the candidates kept."""
+    t = tl.arange(0, CHUNK)
+    keys = ordered_keys(tl.load(scratch_ptr + t))
+    kept_ptrs = kept_ptr + tl.arange(0, TOP_K)
+    kept = tl.load(kept_ptrs)
+    kept_keys = candidate_keys(kept)
+    # 0 while there are holes.
+    least = tl.min(kept_keys, axis=0)
+    keys = tl.where(keys > least, keys, 0)
+    fresh = count_selectable(keys)
+    # All have read what is written below.
+    tl.debug_barrier()
+    if fresh > 0:
+        found = fresh + count_selectable(kept_keys)
+        total = tl.minimum(found, TOP_K)
+        prefix, shift, ties = threshold(keys, kept_keys, total, found, True)
+        stays, place = ranks(kept_keys, prefix, shift, ties)
+        is_tie = ((kept_keys >> shift) == (prefix >> shift)) & stays
+        ties -= tl.sum(is_tie.to(tl.int32), axis=0)
+        num_stay = tl.sum(stays.to(tl.int32), axis=0)
+        tl.store(kept_ptr + place, kept, mask=stays)
+        is_taken, place = ranks(keys, prefix, shift, ties)
+        tl.store(kept_ptr + num_stay + place, as_candidates(keys, start + t), mask=is_taken)
+
+
+@triton.jit
+def score_chunk(
+    q,
+    w,
+    values_ptr,
+    scales_ptr,
+    table_ptr,
+    page_stride,
+    begin,
+    end,
+    first,
+    last,
+    scratch_ptr,
+    ROW_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Scores of the keys [first, last) to scratch [ROW_BLOCK, CHUNK]; -inf outside a row's range.
+
+    first is a multiple of 64. Scratch is written whole.
+    """
+    t = tl.arange(0, 64)
+    d = tl.arange(0, 128)
+    j = tl.arange(0, ROW_BLOCK)
+    scratch_ptrs = scratch_ptr + j[None, :] * CHUNK + t[:, None]
+    for at in tl.range(first, last, 64, num_stages=STAGES):
+        key = at + t
+        if table_ptr is not None:
+            page = tl.load(table_ptr + at // 64).to(tl.int64)
+            is_there = (t >= 0) & (page >= 0)
+            start = tl.maximum(page, 0) * page_stride
+            keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
+            scales_ptrs = scales_ptr + start * 4 + 2048 + t
+        else:
+            is_there = key < last
+            keys_ptrs = values_ptr + key.to(tl.int64)[:, None] * 128 + d[None, :]
+            scales_ptrs = scales_ptr + key
+        keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
+        scales = tl.load(scales_ptrs, mask=is_there, other=0.0)
+        scores = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
+        is_seen = (key[:, None] >= begin[None, :]) & (key[:, None] < end[None, :])
+        scores = tl.where(is_there[:, None] & is_seen, scores, float("-inf"))
+        tl.store(scratch_ptrs + (at - first), scores)
+    # What a shorter last chunk leaves.
+    done = (last - first + 63) // 64 * 64
+    nothing = tl.full((64, ROW_BLOCK), float("-inf"), tl.float32)
+    for at in range(done, CHUNK, 64):
+        tl.store(scratch_ptrs + at, nothing)
+
+
+@triton.jit
+def stream_segment(
+    q,
+    w,
+    values_ptr,
+    scales_ptr,
+    table_ptr,
+    page_stride,
+    begin,
+    end,
+    part,
+    parts,
+    scratch_ptr,
+    kept_ptr,
+    stride_kept,
+    ROW_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Let this part of the keys of rows' ranges [begin, end) join their candidates, kept.
+
+    Ranges are int32 [ROW_BLOCK]; a row whose range is empty keeps what it has.
+    """
+    is_some = end > begin
+    lowest = tl.min(tl.where(is_some, begin, 2147483647), axis=0) // 64 * 64
+    highest = tl.max(tl.where(is_some, end, 0), axis=0)
+    units = (tl.maximum(highest - lowest, 0) + 63) // 64
+    share = (units + parts - 1) // parts * 64
+    first = lowest + part * share
+    last = tl.minimum(highest, first + share)
+    j = tl.arange(0, ROW_BLOCK)
+    for start in range(first, last, CHUNK):
+        stop = tl.minimum(last, start + CHUNK)
+        score_chunk(
+            q,
+            w,
+            values_ptr,
+            scales_ptr,
+            table_ptr,
+            page_stride,
+            begin,
+            end,
+            start,
+            stop,
+            scratch_ptr,
+            ROW_BLOCK,
+            HEAD_BLOCK,
+            CHUNK,
+            STAGES,
+        )
+        tl.debug_barrier()
+        for row in range(0, ROW_BLOCK):
+            own = tl.sum(tl.where(j == row, begin, 0), axis=0)
+            is_own = tl.sum(tl.where((j == row) & is_some, 1, 0), axis=0) > 0
+            if is_own:
+                join_chunk(
+                    scratch_ptr + row * CHUNK,
+                    kept_ptr + row * stride_kept,
+                    start - own,
+                    CHUNK,
+                    TOP_K,
+                )
+        tl.debug_barrier()
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "page_stride", "capacity", "R", "blocks", "parts"],
+    do_not_specialize_on_alignment=[
+        "w_ptr",
+        "page_table_ptr",
+        "seq_lens_ptr",
+        "row_request_ptr",
+        "k_start_ptr",
+        "k_end_ptr",
+    ],
+)
+def stream_kernel(
+    q_ptr,
+    w_ptr,
+    values_ptr,
+    scales_ptr,
+    page_table_ptr,
+    seq_lens_ptr,
+    row_request_ptr,
+    k_start_ptr,
+    k_end_ptr,
+    scratch_ptr,
+    kept_ptr,
+    indices_ptr,
+    slots_ptr,
+    selected_scores_ptr,
+    stride_table: tl.int64,
+    page_stride: tl.int64,
+    capacity: tl.int64,
+    R: tl.int64,
+    blocks: tl.int64,
+    parts: tl.int64,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """indices[r] = the TOP_K keys of row r's range with the largest scores; see docs/indexer.md
+
+    name             shape                  dtype  layout           traffic
+    q, w             [R, H, 128], [R, H]    e4m3, fp32  contiguous  read once a part
+    values, scales   [bytes] or [T, 128], [T]  e4m3, fp32           read once a block of rows
+    page_table       [B, width]             int32  unit last stride  None: keys are contiguous
+    seq_lens         [B]                    int32  contiguous       decode: ROWS rows a request
+    row_request      [R]                    int32  contiguous       paged prefill: requests of rows
+    k_start, k_end   [R]                    int32  contiguous       prefill; k_start None: 0
+    scratch          [G, ROW_BLOCK, CHUNK]  fp32   contiguous       written, then read, a chunk
+    kept             [slots, TOP_K]         int64  contiguous       read and written a chunk
+    indices, slots, selected_scores         as select_kernel's; written where parts is 1
+
+    Positions are relative to k_start. With several parts a row keeps `kept[r, part]`, for
+    select_kernel to fold; with one, `kept[program, row of the block]` is the program's own.
+
+    Grid      (G,), persistent; program p has blocks p, p + G, ... of ROWS rows, times parts.
+    Key       which pointers are None, constexprs.
+    Numerics  scores as decode_scores_kernel's; the selection is exact, whatever CHUNK and parts are.
+    Bytes     132 a key a block from L2 or memory; G * ROW_BLOCK * (4 * CHUNK + 8 * TOP_K) stay in L2
+    Range     q, pages and kept may lie past 2**31, so offsets are int64; keys a request below 2**31.
+              A request id that is no row of page_table is read as it is: the caller's to check.
+    Oracle    decode_scores_reference, range_scores_reference and top_k_reference
+    """
+    if PDL:
+        gdc_wait()
+    pid = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, ROW_BLOCK)
+    holes = tl.full((TOP_K,), 0, tl.int64)
+    scratch = scratch_ptr + pid * (ROW_BLOCK * CHUNK)
+    num_parts = tl.maximum(parts, 1)
+    for item in range(pid, blocks * num_parts, tl.num_programs(0)):
+        block, part = item // num_parts, (item % num_parts).to(tl.int32)
+        row = block * ROWS + j
+        is_row = (j < ROWS) & (row < R)
+        kept, stride_kept = kept_ptr + pid * (ROW_BLOCK * TOP_K), tl.full((), TOP_K, tl.int64)
+        if num_parts > 1:
+            kept = kept_ptr + (block * ROWS * num_parts + part) * TOP_K
+            stride_kept = num_parts * TOP_K
+        num_rows = tl.sum(is_row.to(tl.int32), axis=0)
+        for own in range(0, num_rows):
+            tl.store(kept + own * stride_kept + tl.arange(0, TOP_K), holes)
+        tl.debug_barrier()
+        q, w = query_tile(q_ptr, w_ptr, row, is_row, H, ROW_BLOCK, HEAD_BLOCK)
+        if seq_lens_ptr is not None:
+            seq_len = tl.load(seq_lens_ptr + block)
+            begin = tl.zeros((ROW_BLOCK,), tl.int32)
+            end = clamped_length(seq_len, j, ROWS, capacity).to(tl.int32)
+        else:
+            end = tl.load(k_end_ptr + row, mask=is_row, other=0).to(tl.int64)
+            begin = tl.zeros((ROW_BLOCK,), tl.int64)
+            if k_start_ptr is not None:
+                begin = tl.load(k_start_ptr + row, mask=is_row, other=0).to(tl.int64)
+            begin = tl.minimum(tl.maximum(begin, 0), capacity).to(tl.int32)
+            end = tl.minimum(tl.maximum(end, 0), capacity).to(tl.int32)
+        end = tl.where(is_row, end, 0)
+        if row_request_ptr is not None:
+            request = tl.load(row_request_ptr + row, mask=is_row, other=-1)
+            for own in range(0, num_rows):
+                mine = tl.sum(tl.where(j == own, request, 0), axis=0)
+                before = tl.sum(tl.where(j == own - 1, request, 0), axis=0)
+                if (own == 0) | (mine != before):
+                    stream_segment(
+                        *(q, w, values_ptr, scales_ptr),
+                        page_table_ptr + mine.to(tl.int64) * stride_table,
+                        page_stride,
+                        begin,
+                        tl.where(request == mine, end, 0),
+                        *(part, num_parts.to(tl.int32), scratch, kept, stride_kept),
+                        *(ROW_BLOCK, HEAD_BLOCK, TOP_K, CHUNK, STAGES),
+                    )
+        else:
+            table = None
+            if page_table_ptr is not None:
+                table = page_table_ptr + block * stride_table
+            stream_segment(
+                *(q, w, values_ptr, scales_ptr, table, page_stride, begin, end),
+                *(part, num_parts.to(tl.int32), scratch, kept, stride_kept),
+                *(ROW_BLOCK, HEAD_BLOCK, TOP_K, CHUNK, STAGES),
+            )
+        if num_parts == 1:
+            for own in range(0, num_rows):
+                candidates = tl.load(kept + own * stride_kept + tl.arange(0, TOP_K))
+                keys = candidate_keys(candidates)
+                if row_request_ptr is not None:
+                    b = tl.load(row_request_ptr + block * ROWS + own).to(tl.int64)
+                else:
+                    b = block
+                table = page_table_ptr
+                if page_table_ptr is not None:
+                    table = page_table_ptr + b * stride_table
+                write_selected(
+                    *(keys, candidate_positions(candidates), keys != 0, tl.arange(0, TOP_K)),
+                    *(count_selectable(keys), block * ROWS + own, table),
+                    *(indices_ptr, slots_ptr, selected_scores_ptr, TOP_K),
+                )
+        tl.debug_barrier()
