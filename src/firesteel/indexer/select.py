@@ -148,7 +148,8 @@ def write_selected(
     place,
     total,
     row,
-    table_ptr,
+    page_table_ptr,
+    table_start,
     indices_ptr,
     slots_ptr,
     selected_scores_ptr,
@@ -161,7 +162,8 @@ def write_selected(
     is_tail = tail >= total
     tl.store(indices_ptr + at + tail, tl.full((TOP_K,), -1, tl.int32), mask=is_tail)
     if slots_ptr is not None:
-        page = tl.load(table_ptr + positions // 64, mask=is_taken, other=0)
+        pages_ptrs = page_table_ptr + table_start + positions // 64
+        page = tl.load(pages_ptrs, mask=is_taken, other=0)
         tl.store(slots_ptr + at + place, page * 64 + positions % 64, mask=is_taken)
         tl.store(slots_ptr + at + tail, tl.full((TOP_K,), -1, tl.int32), mask=is_tail)
     if selected_scores_ptr is not None:
@@ -229,7 +231,7 @@ def select_kernel(
     span = tl.program_id(1)
     b = row // ROWS
     if row_request_ptr is not None:
-        b = tl.load(row_request_ptr + row).to(tl.int64)
+        b = tl.maximum(tl.load(row_request_ptr + row), 0).to(tl.int64)
     if seq_lens_ptr is not None:
         length = clamped_length(tl.load(seq_lens_ptr + b), row % ROWS, ROWS, width * 64)
         # Candidates of the level before: TOP_K for each of its live spans.
@@ -268,7 +270,8 @@ def select_kernel(
             place,
             total,
             row,
-            page_table_ptr + b * stride_table,
+            page_table_ptr,
+            b * stride_table,
             indices_ptr,
             slots_ptr,
             selected_scores_ptr,

@@ -60,7 +60,8 @@ def score_chunk(
     w,
     values_ptr,
     scales_ptr,
-    table_ptr,
+    page_table_ptr,
+    table_start,
     page_stride,
     begin,
     end,
@@ -82,8 +83,8 @@ def score_chunk(
     scratch_ptrs = scratch_ptr + j[None, :] * CHUNK + t[:, None]
     for at in tl.range(first, last, 64, num_stages=STAGES):
         key = at + t
-        if table_ptr is not None:
-            page = tl.load(table_ptr + at // 64).to(tl.int64)
+        if page_table_ptr is not None:
+            page = tl.load(page_table_ptr + table_start + at // 64).to(tl.int64)
             is_there = (t >= 0) & (page >= 0)
             start = tl.maximum(page, 0) * page_stride
             keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
@@ -111,7 +112,8 @@ def stream_segment(
     w,
     values_ptr,
     scales_ptr,
-    table_ptr,
+    page_table_ptr,
+    table_start,
     page_stride,
     begin,
     end,
@@ -145,7 +147,8 @@ def stream_segment(
             w,
             values_ptr,
             scales_ptr,
-            table_ptr,
+            page_table_ptr,
+            table_start,
             page_stride,
             begin,
             end,
@@ -234,7 +237,7 @@ def stream_kernel(
     Numerics  scores as decode_scores_kernel's; the selection is exact, whatever CHUNK and parts are.
     Bytes     132 a key a block from L2 or memory; G * ROW_BLOCK * (4 * CHUNK + 8 * TOP_K) stay in L2
     Range     q, pages and kept may lie past 2**31, so offsets are int64; keys a request below 2**31.
-              A request id that is no row of page_table is read as it is: the caller's to check.
+              A negative request has no keys; one past page_table's rows is the caller's to prevent.
     Oracle    decode_scores_reference, range_scores_reference and top_k_reference
     """
     if PDL:
@@ -274,10 +277,11 @@ def stream_kernel(
             for own in range(0, num_rows):
                 mine = tl.sum(tl.where(j == own, request, 0), axis=0)
                 before = tl.sum(tl.where(j == own - 1, request, 0), axis=0)
-                if (own == 0) | (mine != before):
+                if (mine >= 0) & ((own == 0) | (mine != before)):
                     stream_segment(
                         *(q, w, values_ptr, scales_ptr),
-                        page_table_ptr + mine.to(tl.int64) * stride_table,
+                        page_table_ptr,
+                        mine.to(tl.int64) * stride_table,
                         page_stride,
                         begin,
                         tl.where(request == mine, end, 0),
@@ -285,11 +289,10 @@ def stream_kernel(
                         *(ROW_BLOCK, HEAD_BLOCK, TOP_K, CHUNK, STAGES),
                     )
         else:
-            table = None
-            if page_table_ptr is not None:
-                table = page_table_ptr + block * stride_table
             stream_segment(
-                *(q, w, values_ptr, scales_ptr, table, page_stride, begin, end),
+                *(q, w, values_ptr, scales_ptr),
+                page_table_ptr,
+                *(block * stride_table, page_stride, begin, end),
                 *(part, num_parts.to(tl.int32), scratch, kept, stride_kept),
                 *(ROW_BLOCK, HEAD_BLOCK, TOP_K, CHUNK, STAGES),
             )
@@ -298,15 +301,17 @@ def stream_kernel(
                 candidates = tl.load(kept + own * stride_kept + tl.arange(0, TOP_K))
                 keys = candidate_keys(candidates)
                 if row_request_ptr is not None:
-                    b = tl.load(row_request_ptr + block * ROWS + own).to(tl.int64)
+                    b = tl.maximum(tl.load(row_request_ptr + block * ROWS + own), 0).to(tl.int64)
                 else:
                     b = block
-                table = page_table_ptr
-                if page_table_ptr is not None:
-                    table = page_table_ptr + b * stride_table
                 write_selected(
                     *(keys, candidate_positions(candidates), keys != 0, tl.arange(0, TOP_K)),
-                    *(count_selectable(keys), block * ROWS + own, table),
-                    *(indices_ptr, slots_ptr, selected_scores_ptr, TOP_K),
+                    *(count_selectable(keys), block * ROWS + own),
+                    page_table_ptr,
+                    b * stride_table,
+                    indices_ptr,
+                    slots_ptr,
+                    selected_scores_ptr,
+                    TOP_K,
                 )
         tl.debug_barrier()
