@@ -1,4 +1,4 @@
-"""How tests launch the indexer's kernels in Triton's interpreter, and the inputs that they share."""
+"""How tests launch the indexer's kernels in Triton's interpreter, and the inputs they share."""
 
 from __future__ import annotations
 

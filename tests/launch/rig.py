@@ -76,7 +76,10 @@ def ready_on_stub(
 def tensors_of(spec: Spec, flags: Flags) -> dict[str, Tensor]:
     """A tensor for each operand that is given once."""
     return {
-        operand.name: aligned(operand.shape_for(0), DTYPES[operand.dtype])
+        # One that may have any size is given the least.
+        operand.name: aligned(
+            (16,) if operand.is_any_size else operand.shape_for(0), DTYPES[operand.dtype]
+        )
         for operand in spec.operands(flags)
         if not operand.is_per_call
     }

@@ -11,7 +11,17 @@ from firesteel.indexer.write import write_pages_kernel
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
 from firesteel.launch.key import Constexpr
 
-__all__ = ["KERNELS", "Keys", "Outputs", "Ranges", "Tile", "decode_scores", "select", "stream", "write_pages"]
+__all__ = [
+    "KERNELS",
+    "Keys",
+    "Outputs",
+    "Ranges",
+    "Tile",
+    "decode_scores",
+    "select",
+    "stream",
+    "write_pages",
+]
 
 WRITE = Kernel(write_pages_kernel)
 DECODE_SCORES = Kernel(decode_scores_kernel)

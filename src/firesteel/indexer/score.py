@@ -1,6 +1,6 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 """Scores of keys: a page of 64 is the rows of a product, all heads of a few rows its columns."""
 
 import triton

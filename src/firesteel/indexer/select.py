@@ -34,7 +34,7 @@ __all__ = [
 
 @triton.jit
 def ordered_keys(scores):
-    """uint32 keys of fp32 scores that order alike; -0 is 0; NaN and -inf have key 0, as no other."""
+    """uint32 keys of fp32 scores that order alike; -0 is 0; only NaN and -inf have key 0."""
     bits = scores.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -2147483648, 0, bits)
     keys = tl.where(bits < 0, ~bits, bits | -2147483648)
@@ -219,7 +219,8 @@ def select_kernel(
     Grid      (R, spans).
     Key       which pointers are None, constexprs.
     Numerics  exact; the same bits every run, whatever SPAN and the levels are.
-    Bytes     4 a live key, 8 a live candidate read; 8 * TOP_K a live span or 4 * TOP_K a row written
+    Bytes     4 a live key or 8 a live candidate read; 8 * TOP_K a live span, at the last level
+              4 * TOP_K an output of a row, written
     Range     R * C may pass 2**31, so row offsets are int64. SPAN is a power of two, at most 32768.
     Oracle    top_k_reference
     """

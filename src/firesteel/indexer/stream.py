@@ -234,9 +234,9 @@ def stream_kernel(
 
     Grid      (G,), persistent; program p has blocks p, p + G, ... of ROWS rows, times parts.
     Key       which pointers are None, constexprs.
-    Numerics  scores as decode_scores_kernel's; the selection is exact, whatever CHUNK and parts are.
-    Bytes     132 a key a block from L2 or memory; G * ROW_BLOCK * (4 * CHUNK + 8 * TOP_K) stay in L2
-    Range     q, pages and kept may lie past 2**31, so offsets are int64; keys a request below 2**31.
+    Numerics  scores as decode_scores_kernel's; the selection is exact whatever CHUNK and parts are.
+    Bytes     132 a key a block of rows; G * ROW_BLOCK * (4 * CHUNK + 8 * TOP_K) stay in L2
+    Range     q, pages and kept may lie past 2**31, so offsets are int64; positions are int32.
               A negative request has no keys; one past page_table's rows is the caller's to prevent.
     Oracle    decode_scores_reference, range_scores_reference and top_k_reference
     """

@@ -1,6 +1,6 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 """The page writer: new keys rounded to e4m3 with a scale a token, and put at their slots."""
 
 import triton
