@@ -102,8 +102,11 @@ def _row_bytes(spec: DecodeSpec) -> tuple[int, int]:
 
 
 def _max_tiled(spec: DecodeSpec) -> int:
-    """Most requests whose scores fit the workspace."""
-    return MAX_WORKSPACE // (spec.rows * sum(_row_bytes(spec)))
+    """Most requests whose scores fit the workspace, beside the candidates of either route."""
+    scores, candidates = _row_bytes(spec)
+    kept = _stream_bytes(decode_tile(spec), spec.top_k)[1]
+    rows = min(MAX_WORKSPACE // (scores + candidates), (MAX_WORKSPACE - kept) // scores)
+    return rows // spec.rows
 
 
 def is_tiled(spec: DecodeSpec, num_requests: int) -> bool:

@@ -37,7 +37,7 @@ def _check_heads(num_heads: int, top_k: int) -> None:
         raise UnsupportedError(f"top_k: got {top_k}, must be one of {', '.join(map(str, TOP_KS))}")
 
 
-def _fields_of(spec: Any) -> dict[str, Any]:
+def _fields_of(spec: PageWriterSpec | DecodeSpec | PrefillSpec) -> dict[str, Any]:
     return {each.name: getattr(spec, each.name) for each in fields(spec)}
 
 
