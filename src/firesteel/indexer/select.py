@@ -249,19 +249,22 @@ def select_kernel(
     if (begin >= length) & (span > 0):
         return
     t = tl.arange(0, SPAN)
-    is_live = begin + t < length
-    at = row * stride_scores + begin + t
+    is_live = t < tl.minimum(length - begin, SPAN).to(tl.int32)
+    at = row * stride_scores + begin
     if LEVEL == 0:
-        keys = ordered_keys(tl.load(scores_ptr + at, mask=is_live, other=float("-inf")))
-        positions = (begin + t).to(tl.int32)
+        keys = ordered_keys(tl.load(scores_ptr + at + t, mask=is_live, other=float("-inf")))
+        positions = begin.to(tl.int32) + t
     else:
-        candidates = tl.load(from_ptr + at, mask=is_live, other=0)
-        keys = candidate_keys(candidates)
-        positions = candidate_positions(candidates)
+        keys = candidate_keys(tl.load(from_ptr + at + t, mask=is_live, other=0))
     found = count_selectable(keys)
     total = tl.minimum(found, TOP_K)
     prefix, shift, ties = threshold(keys, keys, total, found, False)
     is_taken, place = ranks(keys, prefix, shift, ties)
+    if LEVEL > 0:
+        # Read again: held from the start, positions would take as many registers as keys. Another
+        # policy keeps the compiler from seeing that the reads are the same.
+        again = tl.load(from_ptr + at + t, mask=is_taken, other=0, eviction_policy="evict_first")
+        positions = candidate_positions(again)
     if to_ptr is not None:
         start = (row * tl.num_programs(1) + span) * TOP_K
         tl.store(to_ptr + start + place, as_candidates(keys, positions), mask=is_taken)
