@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from firesteel.indexer.pages import PAGE_BYTES, page_views
+from firesteel.indexer.plan import decode_tile
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
+from firesteel.indexer.spec import DecodeSpec
 from firesteel.indexer.stream import stream_kernel
 from firesteel.indexer.write import write_pages_kernel
 from tests.moe.kernels import Memory, launch
@@ -82,10 +84,8 @@ class Decode:
 
     @property
     def tile(self) -> dict[str, int]:
-        head_block = power(self.heads)
-        row_block = max(power(self.rows), 16 // head_block)
-        tile = {"H": self.heads, "ROWS": self.rows, "ROW_BLOCK": row_block}
-        return {**tile, "HEAD_BLOCK": head_block, "STAGES": 2}
+        spec = DecodeSpec(num_heads=self.heads, rows=self.rows, top_k=512, width=1)
+        return decode_tile(spec).constants
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
@@ -267,8 +267,9 @@ def run_stream(
         keys = (*views(memory.holding(pages.cache)), table)
         table_stride, page_stride = table.stride(0), pages.page_stride // 16
         capacity = pages.width * 64
-    scratch = memory.poisoned(programs, tile["ROW_BLOCK"], chunk, dtype=torch.float32)
-    slots = max(num_rows * parts, programs * tile["ROW_BLOCK"])
+    block = tile["ROW_BLOCK"] + tile["REST_BLOCK"]
+    scratch = memory.poisoned(programs, block, chunk, dtype=torch.float32)
+    slots = max(num_rows * parts, programs * block)
     kept = memory.poisoned(slots, top_k, dtype=torch.int64)
     outputs = outputs_of(memory, num_rows, top_k)
     given = list(vars(outputs).values())
@@ -293,7 +294,7 @@ def run_stream(
 def replace_rows(case: Prefill, row_block: int) -> dict[str, int]:
     """The tile of a prefill of so many rows a block."""
     heads = case.q.shape[1]
-    tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block}
+    tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block, "REST_BLOCK": 0}
     return {**tile, "HEAD_BLOCK": power(heads), "STAGES": 2}
 
 

@@ -155,7 +155,7 @@ def test_ties_and_orders_over_chunks(kind: str) -> None:
 
 
 def test_empty_work_ends() -> None:
-    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "HEAD_BLOCK": 8, "STAGES": 2}
+    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "REST_BLOCK": 0, "HEAD_BLOCK": 8, "STAGES": 2}
     constants |= {"TOP_K": 16, "CHUNK": 64}
     run_on_nothing(
         stream_kernel, num_pointers=14, num_integers=6, dtypes={}, absent=set(), **constants

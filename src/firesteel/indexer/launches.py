@@ -35,14 +35,27 @@ Given = dict[str, tuple[str | None, Argument | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How programs share columns of a product: `row_block` rows of `head_block` heads each."""
+    """How rows and heads make columns of products: two products where rows are 3, 5 or 6.
+
+    Fields
+        heads, rows            of a block, as they are
+        row_block, rest_block  rows of the first product and of the second, or 0; padded
+        head_block             heads, padded
+        warps, stages          of a program that multiplies
+    """
 
     heads: int
     rows: int
     row_block: int
+    rest_block: int
     head_block: int
     warps: int
     stages: int = 3
+
+    @property
+    def block(self) -> int:
+        """Rows of both products."""
+        return self.row_block + self.rest_block
 
     @property
     def constants(self) -> dict[str, Constexpr]:
@@ -51,6 +64,7 @@ class Tile:
             "H": self.heads,
             "ROWS": self.rows,
             "ROW_BLOCK": self.row_block,
+            "REST_BLOCK": self.rest_block,
             "HEAD_BLOCK": self.head_block,
             "STAGES": self.stages,
         }

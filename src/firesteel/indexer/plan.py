@@ -70,11 +70,23 @@ def _check_count(num_tokens: int) -> None:
 
 
 def _tile(heads: int, rows: int) -> Tile:
-    head_block, row_block = _power(heads), _power(rows)
+    head_block = _power(heads)
     # A product has sixteen columns at least.
-    row_block = max(row_block, 16 // head_block)
-    warps = 8 if row_block * head_block <= MAX_COLUMNS else 16
-    return Tile(heads=heads, rows=rows, row_block=row_block, head_block=head_block, warps=warps)
+    least = 16 // head_block
+    row_block, rest_block = max(_power(rows), least), 0
+    if rows & (rows - 1):
+        half = max(_power(rows) // 2, least)
+        rest = max(_power(rows - half), least)
+        if half + rest < row_block:
+            row_block, rest_block = half, rest
+    return Tile(
+        heads=heads,
+        rows=rows,
+        row_block=row_block,
+        rest_block=rest_block,
+        head_block=head_block,
+        warps=8 if (row_block + rest_block) * head_block <= MAX_COLUMNS else 16,
+    )
 
 
 def decode_tile(spec: DecodeSpec) -> Tile:
@@ -115,7 +127,7 @@ def is_tiled(spec: DecodeSpec, num_requests: int) -> bool:
 
 
 def _stream_bytes(tile: Tile, top_k: int) -> tuple[int, int]:
-    rows = STREAM_PROGRAMS * tile.row_block
+    rows = STREAM_PROGRAMS * tile.block
     return 4 * CHUNK * rows, 8 * top_k * rows
 
 

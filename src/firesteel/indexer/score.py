@@ -1,13 +1,13 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 """Scores of keys: a page of 64 is the rows of a product, all heads of a few rows its columns."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-__all__ = ["clamped_length", "decode_scores_kernel", "key_scores", "query_tile"]
+__all__ = ["clamped_length", "decode_scores_kernel", "query_tile", "store_scores"]
 
 
 @triton.jit
@@ -49,6 +49,24 @@ def key_scores(keys, scales, q, w, ROW_BLOCK: tl.constexpr, HEAD_BLOCK: tl.const
     return sums * scales[:, None]
 
 
+@triton.jit
+def store_scores(
+    keys,
+    scales,
+    is_there,
+    q,
+    w,
+    scores_ptrs,
+    is_row,
+    ROW_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """Scores of 64 keys to scores_ptrs [64, ROW_BLOCK]; -inf of keys that are not there."""
+    found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
+    found = tl.where(is_there[:, None], found, float("-inf"))
+    tl.store(scores_ptrs, found, mask=is_row[None, :])
+
+
 @triton.jit(
     do_not_specialize=["stride_table", "page_stride", "width", "stride_scores"],
     do_not_specialize_on_alignment=["w_ptr", "page_table_ptr", "seq_lens_ptr"],
@@ -68,6 +86,7 @@ def decode_scores_kernel(
     H: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -86,14 +105,16 @@ def decode_scores_kernel(
     Pages lie page_stride times 16 bytes apart; a key of a page that is missing (-1) scores -inf. A
     page is written whole for every row: keys past a row's own length have scores that mean nothing.
 
+    A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
+
     Grid      (B, P); the P programs of a request share its live pages, whatever width is.
     Key       H, ROWS, blocks, STAGES.
     Numerics  exact products; sums of 128, and of H, in fp32 on the order of the layout, which is
               the same for every page; the same bits whatever B, P and the lengths are. On Hopper
               e4m3 products are added with fewer bits than fp32 has (score_bound_reference).
     Bytes     8448 a live page; B * P * ROWS * H * 132 from L2; 4 * ROWS * 64 a live page written
-    Range     pages and scores may lie past 2**31, so offsets are int64. ROW_BLOCK and HEAD_BLOCK
-              are powers of two of at least ROWS and H.
+    Range     pages and scores may lie past 2**31, so offsets are int64. Blocks are powers of
+              two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H.
     Oracle    decode_scores_reference
     """
     if PDL:
@@ -109,17 +130,26 @@ def decode_scores_kernel(
     j = tl.arange(0, ROW_BLOCK)
     row = b * ROWS + j
     q, w = query_tile(q_ptr, w_ptr, row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
+    if REST_BLOCK > 0:
+        rest = ROW_BLOCK + tl.arange(0, REST_BLOCK)
+        rest_row = b * ROWS + rest
+        rest_q, rest_w = query_tile(q_ptr, w_ptr, rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
     t = tl.arange(0, 64)
     d = tl.arange(0, 128)
     table_ptr = page_table_ptr + b * stride_table
-    scores_ptrs = scores_ptr + row[None, :] * stride_scores + t[:, None]
     for number in tl.range(first, last, num_stages=STAGES):
         page = tl.load(table_ptr + number).to(tl.int64)
-        is_there = page >= 0
+        is_there = (t >= 0) & (page >= 0)
         start = tl.maximum(page, 0) * page_stride
         keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
-        keys = tl.load(keys_ptrs, mask=is_there, other=0.0)
+        keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
         scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
-        found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
-        found = tl.where(is_there, found, float("-inf"))
-        tl.store(scores_ptrs + number * 64, found, mask=(j < ROWS)[None, :])
+        at = scores_ptr + (number * 64 + t)[:, None]
+        ptrs = at + row[None, :] * stride_scores
+        store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
+        if REST_BLOCK > 0:
+            ptrs = at + rest_row[None, :] * stride_scores
+            store_scores(
+                *(keys, scales, is_there, rest_q, rest_w, ptrs, rest < ROWS),
+                *(REST_BLOCK, HEAD_BLOCK),
+            )

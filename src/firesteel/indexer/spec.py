@@ -18,8 +18,8 @@ TOP_KS = (512, 1024, 2048)
 MAX_HEADS = 64
 MAX_ROWS = 8
 """Rows a request: one token and up to seven drafts."""
-MAX_KEYS = 2**31 - 64
-"""Keys of a request: positions are int32."""
+MAX_KEYS = 2**31 - 2**16
+"""Keys of a request: positions are int32, and a chunk's end must be one too."""
 KEY_DTYPES = ("bf16", "fp16", "fp32")
 SLOT_DTYPES = ("i32", "i64")
 
