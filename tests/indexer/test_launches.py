@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
 from firesteel.indexer.stream import stream_kernel
 from firesteel.launch.key import DTYPES
-from tests.indexer.kernels import Decode, decode_case, e4m3, key_scales, weights
+from tests.indexer.kernels import decode_case, e4m3, key_scales, weights
 from tests.moe.kernels import Memory
 
 pytestmark = pytest.mark.interpret
@@ -38,48 +39,55 @@ PLANNING = """
 import json, sys
 from firesteel.indexer import plan, spec
 from firesteel.launch.kernel import Stride
-name, fields, count, is_streamed = json.loads(sys.argv[1])
-if is_streamed:
-    plan._max_tiled = lambda _: 0
-made = getattr(spec, name)(**fields, pdl=False)
+# Small, so that few keys fill more than one.
+plan.SPAN, plan.CHUNK, plan.SCORE_PROGRAMS = 1024, 512, 12
 value = lambda each: {"stride": each.tensor} if isinstance(each, Stride) else each
-launches = [
-    [
-        launch.key.name,
-        launch.grid,
-        [[*pair, value(each)] for pair, each in zip(launch.key.arguments, launch.arguments)],
-        dict(launch.key.constexprs),
+found = {}
+max_tiled = plan._max_tiled
+for title, (name, fields, count) in json.loads(sys.argv[1]).items():
+    plan._max_tiled = (lambda _: 0) if title == "streamed" else max_tiled
+    made = getattr(spec, name)(**fields, pdl=False)
+    launches = [
+        [
+            launch.key.name,
+            launch.grid,
+            [[*pair, value(each)] for pair, each in zip(launch.key.arguments, launch.arguments)],
+            dict(launch.key.constexprs),
+        ]
+        for launch in made.select(count, ())
     ]
-    for launch in made.select(count, ())
-]
-operands = [[each.name, each.dtype, each.shape, each.is_written] for each in made.operands(())]
-regions = [[region.name, region.num_bytes] for region in made.workspace(count)]
-print(json.dumps([launches, operands, regions]))
+    operands = [[each.name, each.dtype, each.shape, each.is_written] for each in made.operands(())]
+    regions = [[region.name, region.num_bytes] for region in made.workspace(count)]
+    found[title] = [count, launches, operands, regions]
+print(json.dumps(found))
 """
+COMMON = {"num_heads": 32, "top_k": 512}
+DECODE = {**COMMON, "num_heads": 8, "rows": 3, "width": 36, "page_stride": 8464}
+DECODE |= {"has_slots": True, "has_scores": True}
+PAGED = {**COMMON, "width": 10, "num_requests": 2, "has_slots": True}
+ASKED = {
+    "tiled": ("DecodeSpec", DECODE, 2),
+    "streamed": ("DecodeSpec", DECODE, 2),
+    "contiguous": ("PrefillSpec", {**COMMON, "num_keys": 1500}, 9),
+    "paged": ("PrefillSpec", PAGED, 4),
+}
 
 
-def run(
-    name: str,
-    fields: dict[str, Any],
-    given: dict[str, Tensor],
-    count: int,
-    *,
-    is_streamed: bool = False,
-) -> tuple[list[str], dict[str, Tensor]]:
-    """The kernels launched, and what is written."""
+@cache
+def planned() -> dict[str, Any]:
+    """Of each call asked its count, launches, operands and regions."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    asked = json.dumps([name, fields, count, is_streamed])
-    text = subprocess.run(
-        [sys.executable, "-c", PLANNING, asked],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=environment,
-    ).stdout
-    launches, operands, regions = json.loads(text)
+    command = [sys.executable, "-c", PLANNING, json.dumps(ASKED)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return json.loads(done.stdout)
+
+
+def run(title: str, given: dict[str, Tensor]) -> tuple[list[str], dict[str, Tensor]]:
+    """The kernels launched, and what is written."""
+    count, launches, operands, regions = planned()[title]
     memory = Memory()
     tensors = {each: memory.holding(tensor, padding=0) for each, tensor in given.items()}
-    tensors["page_table"] = memory.holding(given.get("page_table"), padding=5 * (name[0] == "D"))
+    tensors["page_table"] = memory.holding(given.get("page_table"), padding=5 * (title != "paged"))
     for operand, dtype, shape, is_written in operands:
         if is_written:
             sizes = [count if size == "M" else size for size in shape]
@@ -109,23 +117,17 @@ def check(found: dict[str, Tensor], wanted: list[Tensor]) -> None:
         assert indices[row].tolist() == top_k_reference(scores.tolist(), indices.shape[1])
 
 
-def decode_fields(case: Decode) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    fields = {"num_heads": case.heads, "rows": case.rows, "width": case.width, "top_k": 512}
-    fields |= {"page_stride": case.page_stride, "has_slots": True, "has_scores": True}
-    names = ("q", "w", "cache", "page_table", "seq_lens")
-    return fields, {name: getattr(case, name) for name in names}
-
-
 def test_decode_by_both_routes() -> None:
-    """More keys than a span holds, so that candidates are folded."""
-    kind = {"width": 258, "page_stride": 8464, "missing": 0.1, "is_exact": True}
-    case = decode_case([16500, 40], rows=2, **kind)
-    fields, given = decode_fields(case)
-    tiled, found = run("DecodeSpec", fields, given, 2)
-    assert tiled == ["decode_scores", "select", "select"]
+    """More keys than two spans hold, so that candidates are folded twice."""
+    kind = {"width": 36, "page_stride": 8464, "missing": 0.1, "is_exact": True}
+    case = decode_case([2300, 40], rows=3, **kind)
+    names = ("q", "w", "cache", "page_table", "seq_lens")
+    given = {name: getattr(case, name) for name in names}
+    tiled, found = run("tiled", given)
+    assert tiled == ["decode_scores", "select", "select", "select"]
     scores = decode_scores_reference(case.q, case.w, *case.pages, case.page_table, case.seq_lens)
     check(found, [row for request in scores for row in request])
-    streamed, again = run("DecodeSpec", fields, given, 2, is_streamed=True)
+    streamed, again = run("streamed", given)
     assert streamed == ["stream", "select"]
     assert set(found) == {"indices", "slots", "selected_scores"}
     for name, tensor in found.items():
@@ -135,9 +137,9 @@ def test_decode_by_both_routes() -> None:
 def test_prefill_of_contiguous_keys() -> None:
     generator = torch.Generator().manual_seed(7)
     kind = {"generator": generator, "is_exact": True}
-    num_rows, num_keys = 9, 9000
-    ends = torch.tensor([0, 1, 8999, 9000, 2**31 - 1, 700, 511, 512, 8200], dtype=torch.int32)
-    starts = torch.tensor([0, 0, 300, 8000, -9, 100, 0, 0, 1], dtype=torch.int32)
+    num_rows, num_keys = 9, 1500
+    ends = torch.tensor([0, 1, 1499, 1500, 2**31 - 1, 700, 511, 512, 1100], dtype=torch.int32)
+    starts = torch.tensor([0, 0, 300, 1400, -9, 100, 0, 0, 1], dtype=torch.int32)
     given = {
         "keys": e4m3(num_keys, 128, **kind),
         "key_scales": key_scales(num_keys, **kind),
@@ -146,8 +148,7 @@ def test_prefill_of_contiguous_keys() -> None:
         "k_start": starts,
         "k_end": ends,
     }
-    fields = {"num_heads": 32, "top_k": 512, "num_keys": num_keys}
-    names, found = run("PrefillSpec", fields, given, num_rows)
+    names, found = run("contiguous", given)
     assert names == ["stream", "select"]
     ranges = list(zip(starts.tolist(), ends.tolist(), strict=True))
     keys = (given[name] for name in ("q", "w", "keys", "key_scales"))
@@ -168,9 +169,8 @@ def test_prefill_of_pages() -> None:
         "row_request": requests,
         "k_end": ends,
     }
-    fields = {"num_heads": 32, "top_k": 512, "width": 10, "num_requests": 2, "has_slots": True}
-    names, found = run("PrefillSpec", fields, given, 4)
-    assert names == ["stream"]
+    names, found = run("paged", given)
+    assert names == ["stream", "select"]
     wanted = []
     for row, end in enumerate(ends.tolist()):
         table = pages.page_table[max(int(requests[row]), 0)][None]

@@ -68,7 +68,7 @@ def check(selection: Selection, lengths: list[int]) -> None:
     rows=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=30)
+@settings(max_examples=24)
 def test_selection_is_the_oracle_s(kind: str, pages: int, span: int, rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     capacity = 64 * pages
@@ -80,7 +80,7 @@ def test_selection_is_the_oracle_s(kind: str, pages: int, span: int, rows: int, 
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 191, 192])
-@pytest.mark.parametrize("kind", ["plain", "all equal"])
+@pytest.mark.parametrize("kind", ["all equal"])
 def test_each_length_around_a_boundary(length: int, kind: str) -> None:
     scores = scores_of(kind, 192, torch.Generator().manual_seed(length))[None]
     # Past the row's length stands what would be selected first.
