@@ -160,13 +160,13 @@ def run_scores(case: Decode, *, programs: int = 2) -> Tensor:
     """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written."""
     memory = Memory()
     capacity = case.width * 64
-    scores = memory.poisoned(case.num_rows, capacity + 4, dtype=torch.float32)
+    scores = memory.poisoned(case.num_rows, capacity + 64, dtype=torch.float32)
     table = memory.holding(case.page_table, padding=1)
     launch(
         *(decode_scores_kernel, (len(case.seq_lens), programs)),
         *(memory.holding(case.q), memory.holding(case.w), *views(memory.holding(case.cache))),
         *(table, memory.holding(case.seq_lens), scores),
-        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0)),
+        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64),
         **case.tile,
     )
     memory.check()
@@ -191,13 +191,13 @@ class Selection:
         width = capacity // 64
         if self.page_table is None:
             self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
-        source, stride, level = self.memory.holding(self.scores, padding=3), capacity + 3, 0
+        source, stride, level = self.memory.holding(self.scores, padding=64), width + 1, 0
         spans = -(-capacity // self.span)
         while spans > 1:
             to = self.memory.poisoned(num_rows, spans, self.top_k, dtype=torch.int64)
             self._launch(source, stride, level, spans, to)
-            source, stride, level = to, spans * self.top_k, level + 1
-            spans = -(-stride // self.span)
+            source, stride, level = to, spans, level + 1
+            spans = -(-spans * self.top_k // self.span)
         found = self._launch(source, stride, level, 1, None)
         self.memory.check()
         return found
@@ -284,7 +284,7 @@ def run_stream(
     if parts > 1:
         launch(
             *(select_kernel, (num_rows, 1), None, kept, keys[2], None, ranges[1], None, *given),
-            *(parts * top_k, table_stride, 0, num_rows),
+            *(parts, table_stride, 0, num_rows),
             **{"ROWS": tile["ROWS"], "TOP_K": top_k, "SPAN": power(parts * top_k), "LEVEL": 1},
         )
     memory.check()

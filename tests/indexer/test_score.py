@@ -97,7 +97,7 @@ def _run_in_place(case: Decode) -> Tensor:
     launch(
         *(decode_scores_kernel, (1, 2), case.q, case.w, *views(case.cache)),
         *(case.page_table, case.seq_lens, scores, case.width, case.page_stride // 16),
-        *(case.width, scores.stride(0)),
+        *(case.width, scores.stride(0) // 64),
         **case.tile,
     )
     return scores

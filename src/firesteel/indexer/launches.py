@@ -184,7 +184,7 @@ def decode_scores(
         "seq_lens_ptr": ("*i32", "seq_lens"),
         "scores_ptr": ("*fp32", "scores"),
         "width": ("i64", width),
-        "stride_scores": ("i64", width * 64),
+        "stride_scores": ("i64", width),
     }
     grid = (requests, programs, 1)
     return _launch(DECODE_SCORES, grid, given, tile.constants, warps=tile.warps, pdl=pdl)
@@ -207,7 +207,7 @@ def select(
     warps: int,
     pdl: bool,
 ) -> Launch:
-    """The best of each span of `source`, `stride` scores (level 0) or candidates a row.
+    """The best of each span of `source`, whose rows are `stride` pages or spans' candidates apart.
 
     They go to candidates in region `to`, or, as the last launch, to the outputs.
     """
@@ -221,7 +221,7 @@ def select(
         **(ranges if has_table else Ranges()).given("row_request"),
         "to_ptr": (None, None) if to is None else ("*i64", to),
         **outputs.given(last=is_last),
-        "stride_scores": ("i64", stride),
+        "stride": ("i64", stride),
         "stride_table": ("i64", (table_stride or 0) if has_table else 0),
         "width": ("i64", width),
         "R": ("i64", num_rows),

@@ -201,7 +201,7 @@ def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
     regions = ("scores", "candidates")
     outputs = Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
     found: list[Launch] = []
-    stride = spec.capacity
+    stride = spec.width
     for level, count in enumerate(spans):
         found.append(
             select(
@@ -221,7 +221,7 @@ def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
                 pdl=spec.pdl,
             )
         )
-        stride = count * spec.top_k
+        stride = count
     return found
 
 
@@ -298,7 +298,7 @@ def _stream(
         span=SPAN,
         level=1,
         source="candidates",
-        stride=parts * spec.top_k,
+        stride=parts,
         to=None,
         width=spec.width or 0,
         table_stride=keys.table_stride,

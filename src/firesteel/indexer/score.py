@@ -102,8 +102,9 @@ def decode_scores_kernel(
     seq_lens    [B]                int32  contiguous        read by each program of its request
     scores      [B * ROWS, C]      fp32   rows apart        live pages written; the rest as it was
 
-    Pages lie page_stride times 16 bytes apart; a key of a page that is missing (-1) scores -inf. A
-    page is written whole for every row: keys past a row's own length have scores that mean nothing.
+    Pages lie page_stride times 16 bytes apart, rows of scores stride_scores times 64. A key of a
+    page that is missing (-1) scores -inf. A page is written whole for every row: keys past a row's
+    own length have scores that mean nothing.
 
     A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
 
@@ -145,10 +146,10 @@ def decode_scores_kernel(
         keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
         scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
         at = scores_ptr + (number * 64 + t)[:, None]
-        ptrs = at + row[None, :] * stride_scores
+        ptrs = at + row[None, :] * stride_scores * 64
         store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
         if REST_BLOCK > 0:
-            ptrs = at + rest_row[None, :] * stride_scores
+            ptrs = at + rest_row[None, :] * stride_scores * 64
             store_scores(
                 *(keys, scales, is_there, rest_q, rest_w, ptrs, rest < ROWS),
                 *(REST_BLOCK, HEAD_BLOCK),

@@ -177,7 +177,7 @@ def write_selected(
 
 
 @triton.jit(
-    do_not_specialize=["stride_scores", "stride_table", "width", "R"],
+    do_not_specialize=["stride", "stride_table", "width", "R"],
     do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr", "row_request_ptr"],
 )
 def select_kernel(
@@ -190,7 +190,7 @@ def select_kernel(
     indices_ptr,
     slots_ptr,
     selected_scores_ptr,
-    stride_scores: tl.int64,
+    stride: tl.int64,
     stride_table: tl.int64,
     width: tl.int64,
     R: tl.int64,
@@ -213,8 +213,9 @@ def select_kernel(
     slots            [R, TOP_K]    int32  contiguous        as indices; or None
     selected_scores  [R, TOP_K]    fp32   contiguous        as indices; or None
 
-    A level's candidates are TOP_K a span, holes (0) last. `from` has stride_scores of them a row;
-    `to` has TOP_K for each of the grid's spans. A span past a row's length is not written, and not
+    Rows of scores lie stride times 64 apart, and so end in whole pages; rows of `from` have stride
+    times TOP_K candidates. A level's candidates are TOP_K a span, holes (0) last, in `to` for each
+    of the grid's spans. A span past a row's length is not written, and not
     read: the next level knows the length too. The last level, of one span, writes the outputs.
 
     Example: TOP_K 2, SPAN 4, scores [5, 1, 7, 7 | 9, NaN] give candidates of positions
@@ -243,19 +244,23 @@ def select_kernel(
         for _ in tl.static_range(LEVEL):
             length = (length + SPAN - 1) // SPAN * TOP_K
     else:
-        length = stride_scores
+        length = stride * TOP_K
     begin = span.to(tl.int64) * SPAN
     # Every row has outputs; of no keys too.
     if (begin >= length) & (span > 0):
         return
     t = tl.arange(0, SPAN)
-    is_live = t < tl.minimum(length - begin, SPAN).to(tl.int32)
-    at = row * stride_scores + begin
+    live = tl.minimum(length - begin, SPAN).to(tl.int32)
+    # Whole units, which the compiler sees to be aligned: it reads 16 bytes at a time.
+    UNIT: tl.constexpr = 64 if LEVEL == 0 else min(TOP_K, 64)
+    is_read = t < (live + (UNIT - 1)) // UNIT * UNIT
     if LEVEL == 0:
-        keys = ordered_keys(tl.load(scores_ptr + at + t, mask=is_live, other=float("-inf")))
+        scores = tl.load(scores_ptr + row * stride * 64 + begin + t, mask=is_read, other=0.0)
+        keys = tl.where(t < live, ordered_keys(scores), 0)
         positions = begin.to(tl.int32) + t
     else:
-        keys = candidate_keys(tl.load(from_ptr + at + t, mask=is_live, other=0))
+        from_ptrs = from_ptr + row * stride * TOP_K + begin + t
+        keys = candidate_keys(tl.load(from_ptrs, mask=is_read, other=0))
     found = count_selectable(keys)
     total = tl.minimum(found, TOP_K)
     prefix, shift, ties = threshold(keys, keys, total, found, False)
@@ -263,7 +268,7 @@ def select_kernel(
     if LEVEL > 0:
         # Read again: held from the start, positions would take as many registers as keys. Another
         # policy keeps the compiler from seeing that the reads are the same.
-        again = tl.load(from_ptr + at + t, mask=is_taken, other=0, eviction_policy="evict_first")
+        again = tl.load(from_ptrs, mask=is_taken, other=0, eviction_policy="evict_first")
         positions = candidate_positions(again)
     if to_ptr is not None:
         start = (row * tl.num_programs(1) + span) * TOP_K

@@ -36,8 +36,9 @@ def join_chunk(
     The chunk's first score is that of `position`.
     """
     t = tl.arange(0, CHUNK)
+    # Read whole, 16 bytes at a time, what is not a score included.
     is_seen = (t >= first) & (t < last)
-    keys = ordered_keys(tl.load(scratch_ptr + t, mask=is_seen, other=float("-inf")))
+    keys = tl.where(is_seen, ordered_keys(tl.load(scratch_ptr + t)), 0)
     kept = tl.load(kept_ptr + tl.arange(0, TOP_K))
     kept_keys = candidate_keys(kept)
     # 0 while there are holes.
