@@ -226,12 +226,8 @@ def select(
         "width": ("i64", width),
         "R": ("i64", num_rows),
     }
-    constants: dict[str, Constexpr] = {
-        "ROWS": rows,
-        "TOP_K": outputs.top_k,
-        "SPAN": span,
-        "LEVEL": level,
-    }
+    constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
+    constants |= {"SPAN": span, "LEVEL": level}
     return _launch(SELECT, (num_rows, spans, 1), given, constants, warps=warps, pdl=pdl)
 
 

@@ -199,7 +199,7 @@ def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
     spans = levels(spec.capacity, spec.top_k)
     span = max(1024, min(SPAN, _power(spec.capacity)))
     regions = ("scores", "candidates")
-    outputs = Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
+    outputs = _outputs(spec)
     found: list[Launch] = []
     stride = spec.width
     for level, count in enumerate(spans):
@@ -223,6 +223,10 @@ def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
         )
         stride = count
     return found
+
+
+def _outputs(spec: DecodeSpec | PrefillSpec) -> Outputs:
+    return Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
 
 
 def _select_warps(span: int) -> int:
@@ -272,12 +276,11 @@ def _stream(
     num_rows: int,
     blocks: int,
 ) -> tuple[Launch, ...]:
-    outputs = Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
     parts = _num_parts(blocks, spec.capacity, spec.top_k)
     streamed = stream(
         keys,
         ranges,
-        outputs,
+        _outputs(spec),
         tile,
         num_rows=num_rows,
         blocks=blocks,
@@ -289,9 +292,22 @@ def _stream(
     )
     if parts == 1:
         return (streamed,)
-    fold = select(
+    return (streamed, _fold(spec, tile, keys, ranges, num_rows=num_rows, parts=parts))
+
+
+def _fold(
+    spec: DecodeSpec | PrefillSpec,
+    tile: Tile,
+    keys: Keys,
+    ranges: Ranges,
+    *,
+    num_rows: int,
+    parts: int,
+) -> Launch:
+    """The selection of what the parts of each row kept."""
+    return select(
         Ranges(row_request=ranges.row_request),
-        outputs,
+        _outputs(spec),
         num_rows=num_rows,
         rows=tile.rows,
         spans=1,
@@ -305,4 +321,3 @@ def _stream(
         warps=_select_warps(SPAN),
         pdl=spec.pdl,
     )
-    return (streamed, fold)
