@@ -73,7 +73,7 @@ test-interpret-gate-up:
 	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret $(GATE_UP)
 
 test-interpret:
-	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe --ignore $(GATE_UP)
+	TRITON_INTERPRET=1 $(BIN)/pytest -m interpret tests/moe tests/indexer --ignore $(GATE_UP)
 
 test-host:
 	PYTHONPATH=$(HOST) $(BIN)/pytest -m "host and not gpu" --expect-transformers $(OLDEST_HOST)

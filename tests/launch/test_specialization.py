@@ -19,6 +19,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from examples.scale_rows.scale_rows import ScaleRows
 from firesteel.errors import InvalidArgumentError
+from firesteel.indexer.spec import DecodeSpec, PageWriterSpec, PrefillSpec
 from firesteel.launch import Kernel, LaunchKey, plan
 from firesteel.launch.binary import has_gluon, triton_source
 from firesteel.launch.key import DTYPES
@@ -55,6 +56,13 @@ SPECS: dict[str, tuple[Spec, int]] = {
     ),
     "moe-nf3": (replace(TINY, w13=StoredWeights.nf3(), w2=StoredWeights.nf3()), 300),
     "moe-mxfp4": (replace(TINY, w13=StoredWeights.fp4("mxfp4")), 300),
+    "indexer-decode": (
+        DecodeSpec(num_heads=32, top_k=2048, rows=6, width=16384, has_slots=True, has_scores=True),
+        20,
+    ),
+    "indexer-prefill": (PrefillSpec(num_heads=64, top_k=512, num_keys=100_000), 300),
+    "indexer-paged-prefill": (PrefillSpec(num_heads=64, top_k=512, width=99, has_slots=True), 300),
+    "indexer-pages": (PageWriterSpec(page_stride=8464), 40),
     "glm-5.2-tp4": (geometry("glm-5.2", tensor_parallel=4), 3072),
 }
 if has_gluon():

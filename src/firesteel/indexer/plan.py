@@ -1,0 +1,323 @@
+"""`select` of the indexer's operations: the only chooser of their launches; the plan enumerates it.
+
+    write    one launch
+    tiled    decode whose scores fit the workspace: decode_scores, then select of each span of
+             16384 keys, then select of what those left, until one span is left
+    stream   decode of more, and all prefill: stream; then select, where the keys of a row were
+             shared among programs
+
+Both ways give the same bits: scores have one order of additions, and the selection is exact.
+Nothing here asks a device: how many programs keep a GPU busy is a constant.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firesteel.errors import InvalidArgumentError
+from firesteel.indexer.launches import (
+    Keys,
+    Outputs,
+    Ranges,
+    Tile,
+    decode_scores,
+    select,
+    stream,
+    write_pages,
+)
+from firesteel.launch.kernel import Launch, Stride
+from firesteel.launch.spec import Flags, Region
+
+if TYPE_CHECKING:
+    from firesteel.indexer.spec import DecodeSpec, PageWriterSpec, PrefillSpec
+
+__all__ = [
+    "MAX_WORKSPACE",
+    "decode_tile",
+    "decode_workspace",
+    "is_tiled",
+    "levels",
+    "prefill_tile",
+    "prefill_workspace",
+    "select_decode",
+    "select_prefill",
+    "select_write",
+]
+
+MAX_WORKSPACE = 252_000_000
+"""Most bytes that any call's launches leave to each other."""
+SPAN = 16384
+"""Scores that a program selects from at a time, in registers."""
+SCORE_PROGRAMS = 528
+"""Of decode_scores, about: four for each of an H200's 132 multiprocessors."""
+STREAM_PROGRAMS = 264
+"""Of stream: two for each."""
+CHUNK = 8192
+"""Keys whose scores a program of stream selects from at a time."""
+WRITE_BLOCK = 4
+"""Keys of a program of write_pages."""
+MAX_COLUMNS = 256
+"""Columns of a product of prefill: its rows times its heads."""
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _check_count(num_tokens: int) -> None:
+    if num_tokens < 0:
+        raise InvalidArgumentError(f"num_tokens: got {num_tokens}, must not be negative")
+
+
+def _tile(heads: int, rows: int) -> Tile:
+    head_block = _power(heads)
+    # A product has sixteen columns at least.
+    least = 16 // head_block
+    row_block, rest_block = max(_power(rows), least), 0
+    if rows & (rows - 1):
+        half = max(_power(rows) // 2, least)
+        rest = max(_power(rows - half), least)
+        if half + rest < row_block:
+            row_block, rest_block = half, rest
+    return Tile(
+        heads=heads,
+        rows=rows,
+        row_block=row_block,
+        rest_block=rest_block,
+        head_block=head_block,
+        warps=8 if (row_block + rest_block) * head_block <= MAX_COLUMNS else 16,
+    )
+
+
+def decode_tile(spec: DecodeSpec) -> Tile:
+    """All rows of a request in one product, so that its keys are read once."""
+    return _tile(spec.num_heads, spec.rows)
+
+
+def prefill_tile(spec: PrefillSpec) -> Tile:
+    """As many rows as a product has columns for, at most eight."""
+    return _tile(spec.num_heads, min(8, MAX_COLUMNS // _power(spec.num_heads)))
+
+
+def levels(capacity: int, top_k: int) -> list[int]:
+    """Spans of each level of selection of so many keys; the last has one."""
+    found = [-(-capacity // SPAN)]
+    while found[-1] > 1:
+        found.append(-(-found[-1] * top_k // SPAN))
+    return found
+
+
+def _row_bytes(spec: DecodeSpec) -> tuple[int, int]:
+    """Of a row of the tiled route: its scores, and the first level's candidates."""
+    spans = levels(spec.capacity, spec.top_k)[0]
+    return 4 * spec.capacity, 8 * spec.top_k * spans * (spans > 1)
+
+
+def _max_tiled(spec: DecodeSpec) -> int:
+    """Most requests whose scores fit the workspace, beside the candidates of either route."""
+    scores, candidates = _row_bytes(spec)
+    kept = _stream_bytes(decode_tile(spec), spec.top_k)[1]
+    rows = min(MAX_WORKSPACE // (scores + candidates), (MAX_WORKSPACE - kept) // scores)
+    return rows // spec.rows
+
+
+def is_tiled(spec: DecodeSpec, num_requests: int) -> bool:
+    """Whether a call's scores fit the workspace."""
+    return num_requests <= _max_tiled(spec)
+
+
+def _stream_bytes(tile: Tile, top_k: int) -> tuple[int, int]:
+    rows = STREAM_PROGRAMS * tile.block
+    return 4 * CHUNK * rows, 8 * top_k * rows
+
+
+def _regions(scores: int, candidates: int) -> tuple[Region, ...]:
+    return (Region("scores", "u8", (scores,)), Region("candidates", "u8", (candidates,)))
+
+
+def decode_workspace(spec: DecodeSpec, num_requests: int) -> tuple[Region, ...]:
+    """`scores` and `candidates`, which change places from level to level."""
+    rows = min(num_requests, _max_tiled(spec)) * spec.rows
+    scores, candidates = (rows * size for size in _row_bytes(spec))
+    if not is_tiled(spec, num_requests):
+        found = _stream_bytes(decode_tile(spec), spec.top_k)
+        scores, candidates = max(scores, found[0]), max(candidates, found[1])
+    return _regions(scores, candidates)
+
+
+def prefill_workspace(spec: PrefillSpec, num_rows: int) -> tuple[Region, ...]:
+    """Of every program a chunk of scores and the candidates kept."""
+    scores, candidates = _stream_bytes(prefill_tile(spec), spec.top_k)
+    return _regions(scores * (num_rows > 0), candidates * (num_rows > 0))
+
+
+def select_write(spec: PageWriterSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+    """The launch of so many keys.
+
+    Raises
+        InvalidArgumentError: a negative count.
+    """
+    _check_count(num_tokens)
+    if num_tokens == 0:
+        return ()
+    launch = write_pages(
+        dtype=spec.dtype,
+        slots=dict(flags)["slots"],
+        page_stride=spec.page_stride,
+        power_of_two=spec.power_of_two,
+        num_tokens=num_tokens,
+        block=WRITE_BLOCK,
+        pdl=spec.pdl,
+    )
+    return (launch,)
+
+
+def select_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
+    """The launches of so many requests, in order.
+
+    Raises
+        InvalidArgumentError: a negative count.
+    """
+    _check_count(num_requests)
+    if num_requests == 0:
+        return ()
+    if not is_tiled(spec, num_requests):
+        return _stream_decode(spec, num_requests)
+    scores = decode_scores(
+        Keys(page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        decode_tile(spec),
+        requests=num_requests,
+        programs=min(spec.width, -(-SCORE_PROGRAMS // num_requests)),
+        width=spec.width,
+        pdl=spec.pdl,
+    )
+    return (scores, *_select_levels(spec, num_requests * spec.rows))
+
+
+def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
+    """The selections of scores, level by level; regions take turns."""
+    spans = levels(spec.capacity, spec.top_k)
+    span = max(1024, min(SPAN, _power(spec.capacity)))
+    regions = ("scores", "candidates")
+    outputs = _outputs(spec)
+    found: list[Launch] = []
+    stride = spec.width
+    for level, count in enumerate(spans):
+        found.append(
+            select(
+                Ranges(seq_lens=True),
+                outputs,
+                num_rows=num_rows,
+                rows=spec.rows,
+                spans=count,
+                span=span,
+                level=level,
+                source=regions[level % 2],
+                stride=stride,
+                to=None if count == 1 else regions[(level + 1) % 2],
+                width=spec.width,
+                table_stride=Stride("page_table"),
+                warps=_select_warps(span),
+                pdl=spec.pdl,
+            )
+        )
+        stride = count
+    return found
+
+
+def _outputs(spec: DecodeSpec | PrefillSpec) -> Outputs:
+    return Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
+
+
+def _select_warps(span: int) -> int:
+    return max(4, min(16, span // 1024))
+
+
+def _num_parts(blocks: int, capacity: int, top_k: int) -> int:
+    """Programs that share the keys of a block: what is left of a GPU, as one span folds them."""
+    return max(1, min(STREAM_PROGRAMS // blocks, SPAN // top_k, -(-capacity // CHUNK)))
+
+
+def _stream_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
+    return _stream(
+        spec,
+        decode_tile(spec),
+        Keys(page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        Ranges(seq_lens=True),
+        num_rows=num_requests * spec.rows,
+        blocks=num_requests,
+    )
+
+
+def select_prefill(spec: PrefillSpec, num_rows: int) -> tuple[Launch, ...]:
+    """The launches of so many rows, in order.
+
+    Raises
+        InvalidArgumentError: a negative count.
+    """
+    _check_count(num_rows)
+    if num_rows == 0:
+        return ()
+    tile = prefill_tile(spec)
+    keys, ranges = Keys(), Ranges(k_start=True, k_end=True)
+    if spec.width is not None:
+        keys = Keys(page_stride=spec.page_stride, table_stride=spec.width)
+        ranges = Ranges(row_request=True, k_end=True)
+    blocks = -(-num_rows // tile.rows)
+    return _stream(spec, tile, keys, ranges, num_rows=num_rows, blocks=blocks)
+
+
+def _stream(
+    spec: DecodeSpec | PrefillSpec,
+    tile: Tile,
+    keys: Keys,
+    ranges: Ranges,
+    *,
+    num_rows: int,
+    blocks: int,
+) -> tuple[Launch, ...]:
+    parts = _num_parts(blocks, spec.capacity, spec.top_k)
+    streamed = stream(
+        keys,
+        ranges,
+        _outputs(spec),
+        tile,
+        num_rows=num_rows,
+        blocks=blocks,
+        parts=parts,
+        programs=min(STREAM_PROGRAMS, blocks * parts),
+        capacity=spec.capacity,
+        chunk=CHUNK,
+        pdl=spec.pdl,
+    )
+    if parts == 1:
+        return (streamed,)
+    return (streamed, _fold(spec, tile, keys, ranges, num_rows=num_rows, parts=parts))
+
+
+def _fold(
+    spec: DecodeSpec | PrefillSpec,
+    tile: Tile,
+    keys: Keys,
+    ranges: Ranges,
+    *,
+    num_rows: int,
+    parts: int,
+) -> Launch:
+    """The selection of what the parts of each row kept."""
+    return select(
+        Ranges(row_request=ranges.row_request),
+        _outputs(spec),
+        num_rows=num_rows,
+        rows=tile.rows,
+        spans=1,
+        span=SPAN,
+        level=1,
+        source="candidates",
+        stride=parts,
+        to=None,
+        width=spec.width or 0,
+        table_stride=keys.table_stride,
+        warps=_select_warps(SPAN),
+        pdl=spec.pdl,
+    )

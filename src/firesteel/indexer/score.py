@@ -1,0 +1,156 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
+# ruff: noqa: ANN001, ANN201, ANN202
+"""Scores of keys: a page of 64 is the rows of a product, all heads of a few rows its columns."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+__all__ = ["clamped_length", "decode_scores_kernel", "query_tile", "store_scores"]
+
+
+@triton.jit
+def clamped_length(seq_len, row, ROWS: tl.constexpr, capacity):
+    """Keys that row `row` of ROWS sees, int64 in [0, capacity]; a negative length is 0."""
+    return tl.minimum(tl.maximum(seq_len.to(tl.int64) - (ROWS - 1 - row), 0), capacity)
+
+
+@triton.jit
+def query_tile(
+    q_ptr, w_ptr, row, is_row, H: tl.constexpr, ROW_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr
+):
+    """q as [128, ROW_BLOCK * HEAD_BLOCK] and w as [ROW_BLOCK * HEAD_BLOCK] of rows [ROW_BLOCK].
+
+    Heads past H and rows that are none have zeros.
+    """
+    heads = tl.arange(0, HEAD_BLOCK)
+    at = row[:, None] * H + heads[None, :]
+    is_head = is_row[:, None] & (heads < H)[None, :]
+    COLUMNS: tl.constexpr = ROW_BLOCK * HEAD_BLOCK
+    at = tl.reshape(at, (COLUMNS,))
+    is_head = tl.reshape(is_head.to(tl.int32), (COLUMNS,)) > 0
+    d = tl.arange(0, 128)
+    q = tl.load(q_ptr + at[None, :] * 128 + d[:, None], mask=is_head[None, :], other=0.0)
+    return q, tl.load(w_ptr + at, mask=is_head, other=0.0)
+
+
+@triton.jit
+def key_scores(keys, scales, q, w, ROW_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """[T, ROW_BLOCK] fp32 of keys [T, 128], scales [T], q [128, ROW_BLOCK * HEAD_BLOCK]."""
+    dots = tl.dot(keys, q)
+    # A NaN stays one: it must not become 0, which could be selected.
+    weighted = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
+    if ROW_BLOCK == 1:
+        sums = tl.sum(weighted, axis=1)[:, None]
+    else:
+        T: tl.constexpr = keys.shape[0]
+        sums = tl.sum(tl.reshape(weighted, (T, ROW_BLOCK, HEAD_BLOCK)), axis=2)
+    return sums * scales[:, None]
+
+
+@triton.jit
+def store_scores(
+    keys,
+    scales,
+    is_there,
+    q,
+    w,
+    scores_ptrs,
+    is_row,
+    ROW_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+):
+    """Scores of 64 keys to scores_ptrs [64, ROW_BLOCK]; -inf of keys that are not there."""
+    found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
+    found = tl.where(is_there[:, None], found, float("-inf"))
+    tl.store(scores_ptrs, found, mask=is_row[None, :])
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "page_stride", "width", "stride_scores"],
+    do_not_specialize_on_alignment=["w_ptr", "page_table_ptr", "seq_lens_ptr"],
+)
+def decode_scores_kernel(
+    q_ptr,
+    w_ptr,
+    values_ptr,
+    scales_ptr,
+    page_table_ptr,
+    seq_lens_ptr,
+    scores_ptr,
+    stride_table: tl.int64,
+    page_stride: tl.int64,
+    width: tl.int64,
+    stride_scores: tl.int64,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """scores[r, t] = k_scale[t] * sum over h of w[r, h] * relu(q[r, h] . k[t])
+
+    name        shape              dtype  layout            traffic
+    q           [B, ROWS, H, 128]  e4m3   contiguous        read by each program of its request
+    w           [B, ROWS, H]       fp32   contiguous        as q
+    values      [bytes]            e4m3   the cache         live pages read once
+    scales      [bytes]            fp32   the cache again   as values
+    page_table  [B, width]         int32  unit last stride  live entries read once
+    seq_lens    [B]                int32  contiguous        read by each program of its request
+    scores      [B * ROWS, C]      fp32   rows apart        live pages written; the rest as it was
+
+    Pages lie page_stride times 16 bytes apart, rows of scores stride_scores times 64. A key of a
+    page that is missing (-1) scores -inf. A page is written whole for every row: keys past a row's
+    own length have scores that mean nothing.
+
+    A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
+
+    Grid      (B, P); the P programs of a request share its live pages, whatever width is.
+    Key       H, ROWS, blocks, STAGES.
+    Numerics  exact products; sums of 128, and of H, in fp32 on the order of the layout, which is
+              the same for every page; the same bits whatever B, P and the lengths are. On Hopper
+              e4m3 products are added with fewer bits than fp32 has (score_bound_reference).
+    Bytes     8448 a live page; B * P * ROWS * H * 132 from L2; 4 * ROWS * 64 a live page written
+    Range     pages and scores may lie past 2**31, so offsets are int64. Blocks are powers of
+              two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H.
+    Oracle    decode_scores_reference
+    """
+    if PDL:
+        gdc_wait()
+    b = tl.program_id(0).to(tl.int64)
+    length = clamped_length(tl.load(seq_lens_ptr + b), ROWS - 1, ROWS, width * 64)
+    pages = ((length + 63) // 64).to(tl.int32)
+    share = (pages + tl.num_programs(1) - 1) // tl.num_programs(1)
+    first = tl.program_id(1) * share
+    last = tl.minimum(first + share, pages)
+    if first >= last:
+        return
+    j = tl.arange(0, ROW_BLOCK)
+    row = b * ROWS + j
+    q, w = query_tile(q_ptr, w_ptr, row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
+    if REST_BLOCK > 0:
+        rest = ROW_BLOCK + tl.arange(0, REST_BLOCK)
+        rest_row = b * ROWS + rest
+        rest_q, rest_w = query_tile(q_ptr, w_ptr, rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
+    t = tl.arange(0, 64)
+    d = tl.arange(0, 128)
+    table_ptr = page_table_ptr + b * stride_table
+    for number in tl.range(first, last, num_stages=STAGES):
+        page = tl.load(table_ptr + number).to(tl.int64)
+        is_there = (t >= 0) & (page >= 0)
+        start = tl.maximum(page, 0) * page_stride
+        keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
+        keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
+        scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
+        at = scores_ptr + (number * 64 + t)[:, None]
+        ptrs = at + row[None, :] * stride_scores * 64
+        store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
+        if REST_BLOCK > 0:
+            ptrs = at + rest_row[None, :] * stride_scores * 64
+            store_scores(
+                *(keys, scales, is_there, rest_q, rest_w, ptrs, rest < ROWS),
+                *(REST_BLOCK, HEAD_BLOCK),
+            )

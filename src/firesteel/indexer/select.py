@@ -1,0 +1,292 @@
+# pyright: basic
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
+# ruff: noqa: ANN001, ANN201, ANN202
+"""Exact selection: the top_k of scores held in registers, by counting digits of ordered keys.
+
+A score becomes a 32-bit key that orders as scores do, 0 for what is never selected (NaN, -inf, a
+hole). The key of the k-th score is found four bits at a time from the top: of the keys that agree
+so far, count how many have each digit, and take the largest digit at or above which there are
+enough. As soon as all keys of a digit are wanted there is nothing left to find. Keys equal to the
+k-th one are taken from the lowest position up, by an index-ordered count. Nothing depends on the
+order in which threads come, so the same bits come out on every run.
+
+Candidates are what selections leave to later ones: int64, the key above, the position below; 0 is a
+hole. They lie in the order of positions.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from firesteel.indexer.score import clamped_length
+
+__all__ = [
+    "as_candidates",
+    "candidate_keys",
+    "count_selectable",
+    "ordered_keys",
+    "ranks",
+    "select_kernel",
+    "threshold",
+    "write_selected",
+]
+
+
+@triton.jit
+def ordered_keys(scores):
+    """uint32 keys of fp32 scores that order alike; -0 is 0; only NaN and -inf have key 0."""
+    bits = scores.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)
+    keys = tl.where(bits < 0, ~bits, bits | -2147483648)
+    is_never = ((bits & 0x7FFFFFFF) > 0x7F800000) | (bits == -8388608)
+    return tl.where(is_never, 0, keys).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def scores_of(keys):
+    """The fp32 scores of uint32 keys that are not 0."""
+    bits = keys.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits & 0x7FFFFFFF, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_candidates(keys, positions):
+    """int64 of uint32 keys and int32 positions."""
+    return (keys.to(tl.uint64) << 32 | positions.to(tl.uint64)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def candidate_keys(candidates):
+    """The uint32 keys of candidates."""
+    return (candidates.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def candidate_positions(candidates):
+    """The int32 positions of candidates."""
+    return (candidates & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def count_selectable(keys):
+    """How many keys are not 0."""
+    return tl.sum((keys != 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def digit_counts(keys, prefix, shift):
+    """[16] int32: keys by their digit at `shift`, of those that agree with prefix above it.
+
+    A key adds one to four bits of an int64, eight keys a word; words are widened to bytes and added
+    four at a time, then widened to 16 bits and added over the block. So a key costs one addition,
+    and not one a digit.
+    """
+    COUNT: tl.constexpr = keys.shape[0]
+    KEYS: tl.constexpr = min(COUNT, 8)
+    WORDS: tl.constexpr = min(COUNT // KEYS, 4)
+    # Below the digit prefix has no bits, so what agrees above it is the digit alone.
+    left = (keys ^ prefix) >> shift
+    one = (left < 16).to(tl.int64) << ((left << 2) & 60).to(tl.int64)
+    words = tl.sum(tl.reshape(one, (COUNT // KEYS, KEYS), can_reorder=True), axis=1)
+    words = tl.reshape(words, (COUNT // KEYS // WORDS, WORDS), can_reorder=True)
+    even = tl.sum(words & 0x0F0F0F0F0F0F0F0F, axis=1)
+    odd = tl.sum((words >> 4) & 0x0F0F0F0F0F0F0F0F, axis=1)
+    # Word f of four has digits f, f + 4, f + 8 and f + 12.
+    four = tl.arange(0, 4)
+    widened = tl.where((four & 1)[None, :] == 0, even[:, None], odd[:, None])
+    widened = (widened >> (four // 2 * 8)[None, :].to(tl.int64)) & 0x00FF00FF00FF00FF
+    total = tl.sum(widened, axis=0)
+    found = (total[None, :] >> (four * 16)[:, None].to(tl.int64)) & 0xFFFF
+    return tl.reshape(found.to(tl.int32), (16,))
+
+
+@triton.jit
+def threshold(keys, earlier, need, total, HAS_EARLIER: tl.constexpr):
+    """(prefix, shift, ties): take keys whose top bits pass prefix's, and so many that equal them.
+
+    need and total are how many are wanted, and how many keys are not 0. `earlier` are more keys,
+    whose positions are all lower.
+    """
+    prefix = tl.full((), 0, tl.uint32)
+    shift = tl.full((), 0, tl.uint32)
+    ties = tl.full((), 0, tl.int32) + need
+    # Where all are wanted, every key that is not 0 passes the prefix 0.
+    left = tl.where(need < total, 8, 0)
+    digits = tl.arange(0, 16)
+    while left > 0:
+        left -= 1
+        shift = (left * 4).to(tl.uint32)
+        counts = digit_counts(keys, prefix, shift)
+        if HAS_EARLIER:
+            counts += digit_counts(earlier, prefix, shift)
+        at_least = tl.cumsum(counts, axis=0, reverse=True)
+        digit = tl.sum((at_least >= ties).to(tl.int32), axis=0) - 1
+        inside = tl.sum(tl.where(digits == digit, counts, 0), axis=0)
+        ties -= tl.sum(tl.where(digits > digit, counts, 0), axis=0)
+        prefix = prefix | (digit.to(tl.uint32) << shift)
+        left = tl.where(inside == ties, 0, left)
+    return prefix, shift, ties
+
+
+@triton.jit
+def ranks(keys, prefix, shift, ties):
+    """(is_taken, place): which keys are taken, and the place of each that is, from 0.
+
+    Both counts, of keys above the threshold and of its ties, are one sum: 16 bits each.
+    """
+    left, wanted = keys >> shift, prefix >> shift
+    is_above = (left > wanted) & (keys != 0)
+    is_tie = (left == wanted) & (keys != 0)
+    packed = (is_above.to(tl.int32) << 16) | is_tie.to(tl.int32)
+    counted = tl.cumsum(packed, axis=0)
+    num_above, num_ties = counted >> 16, counted & 0xFFFF
+    is_taken = is_above | (is_tie & (num_ties <= ties))
+    return is_taken, num_above + tl.minimum(num_ties, ties) - 1
+
+
+@triton.jit
+def write_selected(
+    keys,
+    positions,
+    is_taken,
+    place,
+    total,
+    row,
+    page_table_ptr,
+    table_start,
+    indices_ptr,
+    slots_ptr,
+    selected_scores_ptr,
+    TOP_K: tl.constexpr,
+):
+    """A row's outputs: positions, and where asked for their slots and scores; -1 and -inf after."""
+    at = row * TOP_K
+    tl.store(indices_ptr + at + place, positions, mask=is_taken)
+    tail = tl.arange(0, TOP_K)
+    is_tail = tail >= total
+    tl.store(indices_ptr + at + tail, tl.full((TOP_K,), -1, tl.int32), mask=is_tail)
+    if slots_ptr is not None:
+        pages_ptrs = page_table_ptr + table_start + positions // 64
+        page = tl.load(pages_ptrs, mask=is_taken, other=0)
+        tl.store(slots_ptr + at + place, page * 64 + positions % 64, mask=is_taken)
+        tl.store(slots_ptr + at + tail, tl.full((TOP_K,), -1, tl.int32), mask=is_tail)
+    if selected_scores_ptr is not None:
+        tl.store(selected_scores_ptr + at + place, scores_of(keys), mask=is_taken)
+        holes = tl.full((TOP_K,), float("-inf"), tl.float32)
+        tl.store(selected_scores_ptr + at + tail, holes, mask=is_tail)
+
+
+@triton.jit(
+    do_not_specialize=["stride", "stride_table", "width", "R"],
+    do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr", "row_request_ptr"],
+)
+def select_kernel(
+    scores_ptr,
+    from_ptr,
+    page_table_ptr,
+    seq_lens_ptr,
+    row_request_ptr,
+    to_ptr,
+    indices_ptr,
+    slots_ptr,
+    selected_scores_ptr,
+    stride: tl.int64,
+    stride_table: tl.int64,
+    width: tl.int64,
+    R: tl.int64,
+    ROWS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    LEVEL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The TOP_K largest of each SPAN scores of a row, in the order of positions
+
+    name             shape         dtype  layout            traffic
+    scores           [R, C]        fp32   rows apart        level 0: live keys read once
+    from             [R, S']       int64  contiguous        later levels: live candidates read once
+    page_table       [B, width]    int32  unit last stride  read for slots
+    seq_lens         [B]           int32  contiguous        read once; None: all of S' is live
+    row_request      [R]           int32  contiguous        read for slots; None: r / ROWS
+    to               [R, S]        int64  contiguous        TOP_K a live span written; or None
+    indices          [R, TOP_K]    int32  contiguous        written once, no init; or None
+    slots            [R, TOP_K]    int32  contiguous        as indices; or None
+    selected_scores  [R, TOP_K]    fp32   contiguous        as indices; or None
+
+    Rows of scores lie stride times 64 apart, and so end in whole pages; rows of `from` have stride
+    times TOP_K candidates. A level's candidates are TOP_K a span, holes (0) last, in `to` for each
+    of the grid's spans. A span past a row's length is not written, and not
+    read: the next level knows the length too. The last level, of one span, writes the outputs.
+
+    Example: TOP_K 2, SPAN 4, scores [5, 1, 7, 7 | 9, NaN] give candidates of positions
+    [2, 3 | 4, hole], and those, as one span of level 1, [2, 4]: of the tied 7s the first.
+
+    Grid      (R, spans).
+    Key       which pointers are None, constexprs.
+    Numerics  exact; the same bits every run, whatever SPAN and the levels are.
+    Bytes     4 a live key or 8 a live candidate read; 8 * TOP_K a live span, at the last level
+              4 * TOP_K an output of a row, written
+    Range     R * C may pass 2**31, so row offsets are int64. SPAN is a power of two, at most 32768.
+    Oracle    top_k_reference
+    """
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    if row >= R:
+        return
+    span = tl.program_id(1)
+    b = row // ROWS
+    if row_request_ptr is not None:
+        b = tl.maximum(tl.load(row_request_ptr + row), 0).to(tl.int64)
+    if seq_lens_ptr is not None:
+        length = clamped_length(tl.load(seq_lens_ptr + b), row % ROWS, ROWS, width * 64)
+        # Candidates of the level before: TOP_K for each of its live spans.
+        for _ in tl.static_range(LEVEL):
+            length = (length + SPAN - 1) // SPAN * TOP_K
+    else:
+        length = stride * TOP_K
+    begin = span.to(tl.int64) * SPAN
+    # Every row has outputs; of no keys too.
+    if (begin >= length) & (span > 0):
+        return
+    t = tl.arange(0, SPAN)
+    live = tl.minimum(length - begin, SPAN).to(tl.int32)
+    # Whole units, which the compiler sees to be aligned: it reads 16 bytes at a time.
+    UNIT: tl.constexpr = 64 if LEVEL == 0 else min(TOP_K, 64)
+    is_read = t < (live + (UNIT - 1)) // UNIT * UNIT
+    if LEVEL == 0:
+        scores = tl.load(scores_ptr + row * stride * 64 + begin + t, mask=is_read, other=0.0)
+        keys = tl.where(t < live, ordered_keys(scores), 0)
+        positions = begin.to(tl.int32) + t
+    else:
+        from_ptrs = from_ptr + row * stride * TOP_K + begin + t
+        keys = candidate_keys(tl.load(from_ptrs, mask=is_read, other=0))
+    found = count_selectable(keys)
+    total = tl.minimum(found, TOP_K)
+    prefix, shift, ties = threshold(keys, keys, total, found, False)
+    is_taken, place = ranks(keys, prefix, shift, ties)
+    if LEVEL > 0:
+        # Read again: held from the start, positions would take as many registers as keys. Another
+        # policy keeps the compiler from seeing that the reads are the same.
+        again = tl.load(from_ptrs, mask=is_taken, other=0, eviction_policy="evict_first")
+        positions = candidate_positions(again)
+    if to_ptr is not None:
+        start = (row * tl.num_programs(1) + span) * TOP_K
+        tl.store(to_ptr + start + place, as_candidates(keys, positions), mask=is_taken)
+        tail = tl.arange(0, TOP_K)
+        tl.store(to_ptr + start + tail, tl.full((TOP_K,), 0, tl.int64), mask=tail >= total)
+    else:
+        write_selected(
+            keys,
+            positions,
+            is_taken,
+            place,
+            total,
+            row,
+            page_table_ptr,
+            b * stride_table,
+            indices_ptr,
+            slots_ptr,
+            selected_scores_ptr,
+            TOP_K,
+        )

@@ -1,0 +1,318 @@
+"""The indexer's operations as values that plan: write pages, decode, prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.indexer.pages import HEAD_SIZE, PAGE_BYTES, PAGE_TOKENS, check_page_stride
+from firesteel.launch import ANY_SIZE, NUM_TOKENS, Flags, Launch, Operand, Region
+from firesteel.launch.binary import supports_dependent_launch
+from firesteel.launch.key import DTYPES
+
+__all__ = ["TOP_KS", "DecodeSpec", "PageWriterSpec", "PrefillSpec"]
+
+TOP_KS = (512, 1024, 2048)
+MAX_HEADS = 64
+MAX_ROWS = 8
+"""Rows a request: one token and up to seven drafts."""
+MAX_KEYS = 2**31 - 2**16
+"""Keys of a request: positions are int32, and a chunk's end must be one too."""
+KEY_DTYPES = ("bf16", "fp16", "fp32")
+SLOT_DTYPES = ("i32", "i64")
+
+
+def _check_range(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise InvalidArgumentError(
+            f"{name}: got {value!r}, must be an integer from {least} to {most}"
+        )
+
+
+def _check_heads(num_heads: int, top_k: int) -> None:
+    _check_range("num_heads", num_heads, 8, MAX_HEADS)
+    if top_k not in TOP_KS:
+        raise UnsupportedError(f"top_k: got {top_k}, must be one of {', '.join(map(str, TOP_KS))}")
+
+
+def _fields_of(spec: PageWriterSpec | DecodeSpec | PrefillSpec) -> dict[str, Any]:
+    return {each.name: getattr(spec, each.name) for each in fields(spec)}
+
+
+def _outputs(shape: tuple[int | str, ...], *, slots: bool, scores: bool) -> list[Operand]:
+    """`indices`, and where asked for `slots` and `selected_scores`."""
+    found = [Operand("indices", "i32", shape, is_written=True)]
+    if slots:
+        found.append(Operand("slots", "i32", shape, is_written=True))
+    if scores:
+        found.append(Operand("selected_scores", "fp32", shape, is_written=True))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageWriterSpec:
+    """New keys `[M, 128]` rounded to e4m3 with a scale each, put at their slots of a cache.
+
+    Fields
+        dtype         of the keys: bf16, fp16 or fp32
+        page_stride   bytes from page to page, a multiple of 16
+        power_of_two  scales are rounded up to powers of two (ue8m0)
+        pdl           programmatic dependent launch
+    """
+
+    dtype: str = "bf16"
+    page_stride: int = PAGE_BYTES
+    power_of_two: bool = False
+    pdl: bool = True
+
+    def __post_init__(self) -> None:
+        check_page_stride(self.page_stride)
+        if self.dtype not in KEY_DTYPES:
+            raise UnsupportedError(
+                f"dtype: got {self.dtype!r}, must be one of {', '.join(KEY_DTYPES)}"
+            )
+
+    @property
+    def title(self) -> str:
+        """One line for tables and logs."""
+        words = [f"index pages from {self.dtype} stride={self.page_stride}"]
+        words += ["power of two"] * self.power_of_two + ["no pdl"] * (not self.pdl)
+        return " ".join(words)
+
+    def for_target(self, target: str) -> PageWriterSpec:
+        """The same with what kernels for a target ("sm_90") may use."""
+        return replace(self, pdl=supports_dependent_launch(target))
+
+    def flags(self) -> Mapping[str, tuple[str, ...]]:
+        """Callers choose the type of the slots: int32 or int64."""
+        return {"slots": SLOT_DTYPES}
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        """The cache, then keys and slots of a call."""
+        unit = 16 // DTYPES[self.dtype].itemsize
+        return (
+            Operand("cache", "u8", (ANY_SIZE,), is_written=True),
+            Operand("keys", self.dtype, (NUM_TOKENS, HEAD_SIZE), has_stride=True, row_unit=unit),
+            Operand("slots", dict(flags)["slots"], (NUM_TOKENS,), is_aligned=False),
+        )
+
+    def workspace(self, num_tokens: int) -> tuple[Region, ...]:
+        """None is needed."""
+        del num_tokens
+        return ()
+
+    def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+        """The launches of a call; see `firesteel.indexer.plan`."""
+        from firesteel.indexer.plan import select_write
+
+        return select_write(self, num_tokens, flags)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return _fields_of(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSpec:
+    """The top_k keys of each of a request's rows, over pages. The count of a call is of requests.
+
+    Fields
+        num_heads    H, 8 to 64
+        top_k        512, 1024 or 2048
+        rows         rows a request: its token and its drafts, 1 to 8
+        width        columns of the page table, which limits a request to width * 64 keys
+        page_stride  bytes from page to page, a multiple of 16
+        has_slots    whether slots of the cache are wanted beside positions
+        has_scores   whether the selected scores are
+        pdl          programmatic dependent launch
+
+    Raises
+        InvalidArgumentError, UnsupportedError: a field that no kernel takes.
+    """
+
+    num_heads: int
+    top_k: int
+    width: int
+    rows: int = 1
+    page_stride: int = PAGE_BYTES
+    has_slots: bool = False
+    has_scores: bool = False
+    pdl: bool = True
+
+    def __post_init__(self) -> None:
+        _check_heads(self.num_heads, self.top_k)
+        _check_range("rows", self.rows, 1, MAX_ROWS)
+        _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
+        check_page_stride(self.page_stride)
+
+    @property
+    def title(self) -> str:
+        """One line for tables and logs."""
+        words = [
+            f"indexer decode H={self.num_heads} top_k={self.top_k} rows={self.rows} "
+            f"width={self.width} stride={self.page_stride}"
+        ]
+        words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
+        words += ["no pdl"] * (not self.pdl)
+        return " ".join(words)
+
+    @property
+    def capacity(self) -> int:
+        """Most keys of a request."""
+        return self.width * PAGE_TOKENS
+
+    def for_target(self, target: str) -> DecodeSpec:
+        """The same with what kernels for a target ("sm_90") may use."""
+        return replace(self, pdl=supports_dependent_launch(target))
+
+    def flags(self) -> Mapping[str, tuple[str, ...]]:
+        """Callers vary nothing but the number of requests."""
+        return {}
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        """The cache, then q, w, page_table, seq_lens of a call, and its outputs."""
+        del flags
+        n, h = self.rows, self.num_heads
+        return (
+            Operand("cache", "u8", (ANY_SIZE,)),
+            Operand("q", "fp8e4nv", (NUM_TOKENS, n, h, HEAD_SIZE)),
+            Operand("w", "fp32", (NUM_TOKENS, n, h), is_aligned=False),
+            Operand(
+                "page_table", "i32", (NUM_TOKENS, self.width), has_stride=True, is_aligned=False
+            ),
+            Operand("seq_lens", "i32", (NUM_TOKENS,), is_aligned=False),
+            *_outputs((NUM_TOKENS, n, self.top_k), slots=self.has_slots, scores=self.has_scores),
+        )
+
+    def workspace(self, num_tokens: int) -> tuple[Region, ...]:
+        """What the launches of a call leave to each other: at most `MAX_WORKSPACE` bytes."""
+        from firesteel.indexer.plan import decode_workspace
+
+        return decode_workspace(self, num_tokens)
+
+    def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+        """The launches of a call; see `firesteel.indexer.plan`."""
+        del flags
+        from firesteel.indexer.plan import select_decode
+
+        return select_decode(self, num_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return _fields_of(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpec:
+    """The top_k keys of each row, of the row's own range. The count of a call is of rows.
+
+    Keys are contiguous: `keys [num_keys, 128]`, `key_scales [num_keys]`, rows from `k_start` to
+    `k_end`. Or, with a width, they are in pages: row r has keys 0 to `k_end` of request
+    `row_request[r]`, and those of one request stand together.
+
+    Fields
+        num_heads, top_k, has_scores, pdl  as `DecodeSpec`'s
+        num_keys      of contiguous keys; None where they are in pages
+        width         columns of the page table; None where keys are contiguous
+        num_requests  rows of the page table, whose values may change in place; with a width
+        page_stride   bytes from page to page, a multiple of 16; with a width
+        has_slots     as `DecodeSpec`'s; with a width
+
+    Raises
+        InvalidArgumentError, UnsupportedError: a field that no kernel takes.
+    """
+
+    num_heads: int
+    top_k: int
+    num_keys: int | None = None
+    width: int | None = None
+    num_requests: int = 1
+    page_stride: int = PAGE_BYTES
+    has_slots: bool = False
+    has_scores: bool = False
+    pdl: bool = True
+
+    def __post_init__(self) -> None:
+        _check_heads(self.num_heads, self.top_k)
+        if (self.num_keys is None) == (self.width is None):
+            raise InvalidArgumentError(
+                f"num_keys, width: got {self.num_keys} and {self.width}, must be one of them"
+            )
+        if self.num_keys is not None:
+            _check_range("num_keys", self.num_keys, 1, MAX_KEYS)
+            if self.has_slots:
+                raise UnsupportedError("has_slots: got True, must be False of contiguous keys")
+        else:
+            _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
+        _check_range("num_requests", self.num_requests, 1, 1 << 24)
+        check_page_stride(self.page_stride)
+
+    @property
+    def title(self) -> str:
+        """One line for tables and logs."""
+        where = f"width={self.width} requests={self.num_requests} stride={self.page_stride}"
+        if self.width is None:
+            where = f"keys={self.num_keys}"
+        words = [f"indexer prefill H={self.num_heads} top_k={self.top_k} {where}"]
+        words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
+        words += ["no pdl"] * (not self.pdl)
+        return " ".join(words)
+
+    @property
+    def capacity(self) -> int:
+        """Where ranges end at the latest."""
+        return self.num_keys or (self.width or 0) * PAGE_TOKENS
+
+    def for_target(self, target: str) -> PrefillSpec:
+        """The same with what kernels for a target ("sm_90") may use."""
+        return replace(self, pdl=supports_dependent_launch(target))
+
+    def flags(self) -> Mapping[str, tuple[str, ...]]:
+        """Callers vary nothing but the number of rows."""
+        return {}
+
+    def operands(self, flags: Flags) -> tuple[Operand, ...]:
+        """The keys, then q, w and ranges of a call, and its outputs."""
+        del flags
+        rows, h = (NUM_TOKENS,), self.num_heads
+        if self.width is None:
+            assert self.num_keys is not None
+            keys = [
+                Operand("keys", "fp8e4nv", (self.num_keys, HEAD_SIZE)),
+                Operand("key_scales", "fp32", (self.num_keys,)),
+            ]
+            start = Operand("k_start", "i32", rows, is_aligned=False)
+        else:
+            table = (self.num_requests, self.width)
+            keys = [
+                Operand("cache", "u8", (ANY_SIZE,)),
+                Operand("page_table", "i32", table, is_aligned=False),
+            ]
+            start = Operand("row_request", "i32", rows, is_aligned=False)
+        return (
+            *keys,
+            Operand("q", "fp8e4nv", (NUM_TOKENS, h, HEAD_SIZE)),
+            Operand("w", "fp32", (NUM_TOKENS, h), is_aligned=False),
+            start,
+            Operand("k_end", "i32", rows, is_aligned=False),
+            *_outputs((NUM_TOKENS, self.top_k), slots=self.has_slots, scores=self.has_scores),
+        )
+
+    def workspace(self, num_tokens: int) -> tuple[Region, ...]:
+        """Scratch and candidates of the programs, whatever the number of rows and keys."""
+        from firesteel.indexer.plan import prefill_workspace
+
+        return prefill_workspace(self, num_tokens)
+
+    def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
+        """The launches of a call; see `firesteel.indexer.plan`."""
+        del flags
+        from firesteel.indexer.plan import select_prefill
+
+        return select_prefill(self, num_tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return _fields_of(self)

@@ -1,0 +1,302 @@
+"""How tests launch the indexer's kernels in Triton's interpreter, and the inputs they share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from firesteel.indexer.pages import PAGE_BYTES, page_views
+from firesteel.indexer.plan import decode_tile
+from firesteel.indexer.score import decode_scores_kernel
+from firesteel.indexer.select import select_kernel
+from firesteel.indexer.spec import DecodeSpec
+from firesteel.indexer.stream import stream_kernel
+from firesteel.indexer.write import write_pages_kernel
+from tests.moe.kernels import Memory, launch
+
+E4M3 = torch.float8_e4m3fn
+
+
+def power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def e4m3(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
+    """Values of e4m3; where exact small integers, so that scores have no rounding."""
+    if is_exact:
+        return torch.randint(-2, 3, shape, generator=generator).float().to(E4M3)
+    return torch.randn(shape, generator=generator).to(E4M3)
+
+
+def weights(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
+    """Of heads, of both signs."""
+    if is_exact:
+        return torch.randint(-2, 4, shape, generator=generator) / 2
+    return torch.randn(shape, generator=generator)
+
+
+def key_scales(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
+    """One in eight is NaN: its key must never be selected."""
+    found = 2.0 ** torch.randint(-2, 3, shape, generator=generator)
+    if not is_exact:
+        found = torch.rand(shape, generator=generator) + 0.1
+    return torch.where(torch.rand(shape, generator=generator) < 1 / 8, math.nan, found)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a selection writes: `[R, top_k]` each."""
+
+    indices: Tensor
+    slots: Tensor
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class Decode:
+    """q `[B, n, H, 128]`, w `[B, n, H]`, a cache of pages, page_table `[B, width]`, seq_lens."""
+
+    q: Tensor
+    w: Tensor
+    cache: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    page_stride: int = PAGE_BYTES
+
+    @property
+    def rows(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.q.shape[0] * self.rows
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def width(self) -> int:
+        return self.page_table.shape[1]
+
+    @property
+    def tile(self) -> dict[str, int]:
+        spec = DecodeSpec(num_heads=self.heads, rows=self.rows, top_k=512, width=1)
+        return decode_tile(spec).constants
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        return page_views(self.cache, self.page_stride)
+
+    def lengths(self) -> list[int]:
+        """Of each row, as an independent few lines."""
+        found = []
+        for length in self.seq_lens.tolist():
+            for row in range(self.rows):
+                found.append(min(max(length - (self.rows - 1 - row), 0), 64 * self.width))
+        return found
+
+
+def decode_case(
+    lens: list[int],
+    *,
+    rows: int = 1,
+    heads: int = 8,
+    width: int = 3,
+    page_stride: int = PAGE_BYTES,
+    missing: float = 0.0,
+    is_exact: bool = False,
+    seed: int = 0,
+) -> Decode:
+    """Requests of these lengths, whose pages lie in any order; some are missing."""
+    generator = torch.Generator().manual_seed(seed)
+    requests = len(lens)
+    num_pages = requests * width
+    cache = torch.full((num_pages * page_stride,), 0x7E, dtype=torch.uint8)
+    values, scales = page_views(cache, page_stride)
+    kind = {"generator": generator, "is_exact": is_exact}
+    values.copy_(e4m3(*values.shape, **kind))
+    scales.copy_(key_scales(*scales.shape, **kind))
+    table = torch.randperm(num_pages, generator=generator).view(requests, width).int()
+    is_missing = torch.rand(table.shape, generator=generator) < missing
+    # Past the live pages anything may stand.
+    live = -(-torch.tensor(lens).clamp(0, width * 64) // 64)
+    is_past = torch.arange(width)[None] >= live[:, None]
+    table = torch.where(is_missing, -1, table).masked_fill(is_past, 2**31 - 1)
+    return Decode(
+        q=e4m3(requests, rows, heads, 128, **kind),
+        w=weights(requests, rows, heads, **kind),
+        cache=cache,
+        page_table=table.int(),
+        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        page_stride=page_stride,
+    )
+
+
+def views(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """A cache as kernels take it: as e4m3 and as fp32."""
+    return cache.view(E4M3), cache[: cache.numel() // 4 * 4].view(torch.float32)
+
+
+def run_write(
+    keys: Tensor, slots: Tensor, cache: Tensor, page_stride: int, *, power_of_two: bool = False
+) -> None:
+    """Write keys, whose rows lie 16 elements further apart than they are long, into a cache."""
+    memory = Memory()
+    held = memory.holding(keys, padding=16)
+    unit = 16 // keys.itemsize
+    launch(
+        *(write_pages_kernel, (-(-len(keys) // 4),), held, memory.holding(slots)),
+        *(cache, views(cache)[1], held.stride(0) // unit, page_stride // 16, len(keys)),
+        **{"POWER_OF_TWO": power_of_two, "BLOCK_M": 4},
+    )
+    memory.check()
+
+
+def run_scores(case: Decode, *, programs: int = 2) -> Tensor:
+    """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written."""
+    memory = Memory()
+    capacity = case.width * 64
+    scores = memory.poisoned(case.num_rows, capacity + 64, dtype=torch.float32)
+    table = memory.holding(case.page_table, padding=1)
+    launch(
+        *(decode_scores_kernel, (len(case.seq_lens), programs)),
+        *(memory.holding(case.q), memory.holding(case.w), *views(memory.holding(case.cache))),
+        *(table, memory.holding(case.seq_lens), scores),
+        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64),
+        **case.tile,
+    )
+    memory.check()
+    return scores[:, :capacity]
+
+
+@dataclass
+class Selection:
+    """Scores `[R, C]` of rows, of requests of `rows` each; what their slots are asked of."""
+
+    scores: Tensor
+    seq_lens: Tensor
+    rows: int = 1
+    top_k: int = 16
+    span: int = 64
+    page_table: Tensor | None = None
+    memory: Memory = field(default_factory=Memory)
+
+    def run(self) -> Outputs:
+        """Level by level, as the plan does."""
+        num_rows, capacity = self.scores.shape
+        width = capacity // 64
+        if self.page_table is None:
+            self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
+        source, stride, level = self.memory.holding(self.scores, padding=64), width + 1, 0
+        spans = -(-capacity // self.span)
+        while spans > 1:
+            to = self.memory.poisoned(num_rows, spans, self.top_k, dtype=torch.int64)
+            self._launch(source, stride, level, spans, to)
+            source, stride, level = to, spans, level + 1
+            spans = -(-spans * self.top_k // self.span)
+        found = self._launch(source, stride, level, 1, None)
+        self.memory.check()
+        return found
+
+    def _launch(
+        self, source: Tensor, stride: int, level: int, spans: int, to: Tensor | None
+    ) -> Outputs | None:
+        num_rows = len(self.scores)
+        outputs = None if to is not None else outputs_of(self.memory, num_rows, self.top_k)
+        table = self.memory.holding(self.page_table)
+        launch(
+            *(select_kernel, (num_rows, spans)),
+            *((source, None) if level == 0 else (None, source)),
+            *(table, self.memory.holding(self.seq_lens), None, to),
+            *((None,) * 3 if outputs is None else vars(outputs).values()),
+            *(stride, table.stride(0), table.shape[1], num_rows),
+            **{"ROWS": self.rows, "TOP_K": self.top_k, "SPAN": self.span, "LEVEL": level},
+        )
+        return outputs
+
+
+def outputs_of(memory: Memory, num_rows: int, top_k: int) -> Outputs:
+    dtypes = (torch.int32, torch.int32, torch.float32)
+    return Outputs(*(memory.poisoned(num_rows, top_k, dtype=dtype) for dtype in dtypes))
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """q `[M, H, 128]`, w `[M, H]`, ranges; keys contiguous, or the pages of a decode."""
+
+    q: Tensor
+    w: Tensor
+    k_end: Tensor
+    k_start: Tensor | None = None
+    keys: Tensor | None = None
+    scales: Tensor | None = None
+    row_request: Tensor | None = None
+    pages: Decode | None = None
+
+
+def run_stream(
+    case: Decode | Prefill,
+    *,
+    top_k: int = 16,
+    chunk: int = 64,
+    parts: int = 1,
+    programs: int = 3,
+    row_block: int = 4,
+) -> Outputs:
+    """A decode or a prefill by the stream kernel, with a fold where keys are shared by parts."""
+    memory = Memory()
+    pages = case if isinstance(case, Decode) else case.pages
+    if isinstance(case, Decode):
+        blocks, num_rows, tile = len(case.seq_lens), case.num_rows, case.tile
+        ranges = (memory.holding(case.seq_lens), None, None, None)
+    else:
+        tile = replace_rows(case, row_block)
+        num_rows = len(case.q)
+        blocks = -(-num_rows // row_block)
+        held = (case.row_request, case.k_start, case.k_end)
+        ranges = (None, *(memory.holding(each) for each in held))
+    if pages is None:
+        keys = (memory.holding(case.keys), memory.holding(case.scales), None)
+        table_stride, page_stride, capacity = 0, 0, len(case.keys)
+    else:
+        table = memory.holding(pages.page_table, padding=1)
+        keys = (*views(memory.holding(pages.cache)), table)
+        table_stride, page_stride = table.stride(0), pages.page_stride // 16
+        capacity = pages.width * 64
+    block = tile["ROW_BLOCK"] + tile["REST_BLOCK"]
+    scratch = memory.poisoned(programs, block, chunk, dtype=torch.float32)
+    slots = max(num_rows * parts, programs * block)
+    kept = memory.poisoned(slots, top_k, dtype=torch.int64)
+    outputs = outputs_of(memory, num_rows, top_k)
+    given = list(vars(outputs).values())
+    if pages is None:
+        given[1] = None
+    launch(
+        *(stream_kernel, (programs,), memory.holding(case.q), memory.holding(case.w), *keys),
+        *(*ranges, scratch, kept, *given),
+        *(table_stride, page_stride, capacity, num_rows, blocks, parts),
+        **{**tile, "TOP_K": top_k, "CHUNK": chunk},
+    )
+    if parts > 1:
+        launch(
+            *(select_kernel, (num_rows, 1), None, kept, keys[2], None, ranges[1], None, *given),
+            *(parts, table_stride, 0, num_rows),
+            **{"ROWS": tile["ROWS"], "TOP_K": top_k, "SPAN": power(parts * top_k), "LEVEL": 1},
+        )
+    memory.check()
+    return outputs
+
+
+def replace_rows(case: Prefill, row_block: int) -> dict[str, int]:
+    """The tile of a prefill of so many rows a block."""
+    heads = case.q.shape[1]
+    tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block, "REST_BLOCK": 0}
+    return {**tile, "HEAD_BLOCK": power(heads), "STAGES": 2}
+
+
+def with_lens(case: Decode, lens: list[int]) -> Decode:
+    return replace(case, seq_lens=torch.tensor(lens, dtype=torch.int32))

@@ -1,0 +1,44 @@
+"""Pages: exact both ways, wherever they lie."""
+
+import pytest
+import torch
+
+from firesteel.errors import InvalidArgumentError
+from firesteel.indexer.pages import PAGE_BYTES, page_views, read_keys, write_keys
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("page_stride", [8448, 8464, 16896])
+def test_what_is_written_is_read_and_nothing_else_changes(page_stride: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randint(0, 256, (2 * page_stride + PAGE_BYTES,), generator=generator).to(
+        torch.uint8
+    )
+    before = cache.clone()
+    slots = torch.tensor([191, 0, -1, 64])
+    values = torch.randn(4, 128, generator=generator).to(E4M3)
+    scales = torch.rand(4, generator=generator)
+    write_keys(cache, values, scales, slots, page_stride)
+    there = slots >= 0
+    found, found_scales = read_keys(cache, slots[there], page_stride)
+    assert torch.equal(found.view(torch.uint8), values[there].view(torch.uint8))
+    assert torch.equal(found_scales, scales[there])
+    assert (cache != before).sum() <= 3 * (128 + 4)
+
+
+def test_the_layout_is_values_then_scales() -> None:
+    cache = torch.zeros(2 * 8464, dtype=torch.uint8)
+    values = torch.full((1, 128), 1.5).to(E4M3)
+    write_keys(cache, values, torch.tensor([2.0]), torch.tensor([64 + 3]), 8464)
+    start = 8464 + 3 * 128
+    assert (cache[start : start + 128] == 0x3C).all()
+    assert cache[8464 + 8192 + 12 : 8464 + 8192 + 16].tolist() == [0, 0, 0, 0x40]
+    assert cache.count_nonzero() == 129
+    assert page_views(cache, 8464)[0].shape == (2, 64, 128)
+
+
+@pytest.mark.parametrize("page_stride", [0, 8432, 8450, 2**31])
+def test_a_stride_that_no_kernel_takes_is_refused(page_stride: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="page_stride"):
+        page_views(torch.zeros(16896, dtype=torch.uint8), page_stride)

@@ -1,0 +1,145 @@
+"""`select` of the indexer: total and pure, of few keys and bounded memory."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.indexer.plan import MAX_WORKSPACE, SPAN, STREAM_PROGRAMS, is_tiled, levels
+from firesteel.indexer.spec import TOP_KS, DecodeSpec, PageWriterSpec, PrefillSpec
+from firesteel.launch import plan
+from firesteel.launch.spec import Spec
+from firesteel.launch.stub import StubDriver
+from tests.launch.rig import call_of, ready_on_stub, tensors_of
+
+MILLION = 1 << 20
+TURNKEY = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=128)
+LONG = replace(TURNKEY, width=MILLION // 64)
+PREFILL = PrefillSpec(num_heads=32, top_k=2048, num_keys=131072)
+PAGED = PrefillSpec(num_heads=64, top_k=512, width=2048, num_requests=4, has_slots=True)
+
+
+def names(spec: Spec, num_tokens: int) -> list[str]:
+    return [launch.key.name.removesuffix("_kernel") for launch in spec.select(num_tokens, ())]
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> DecodeSpec:
+    return DecodeSpec(
+        num_heads=draw(st.integers(8, 64)),
+        top_k=draw(st.sampled_from(TOP_KS)),
+        rows=draw(st.integers(1, 8)),
+        width=draw(st.sampled_from((1, 3, 128, 2048, MILLION // 64, 8 * MILLION // 64))),
+        page_stride=draw(st.sampled_from((8448, 1_077_120))),
+        has_slots=draw(st.booleans()),
+        has_scores=draw(st.booleans()),
+        pdl=draw(st.booleans()),
+    )
+
+
+@given(spec=decodes(), num_tokens=st.sampled_from((0, 1, 2, 7, 63, 264, 5000)))
+def test_decode_is_total_and_pure(spec: DecodeSpec, num_tokens: int) -> None:
+    launches = spec.select(num_tokens, ())
+    assert launches == replace(spec).select(num_tokens, ())
+    assert len(launches) <= 5
+    assert all(all(launch.grid) for launch in launches)
+    assert bool(launches) == (num_tokens > 0)
+    if spec.capacity <= MILLION:
+        assert sum(region.num_bytes for region in spec.workspace(num_tokens)) <= MAX_WORKSPACE
+
+
+@given(spec=decodes())
+def test_workspace_never_shrinks(spec: DecodeSpec) -> None:
+    before = [0, 0]
+    for num_tokens in (0, 1, 2, 3, 5, 8, 9, 40, 41, 42, 300, 5000):
+        sizes = [region.num_bytes for region in spec.workspace(num_tokens)]
+        assert all(now >= then for now, then in zip(sizes, before, strict=True))
+        before = sizes
+
+
+@pytest.mark.parametrize("num_keys", [1, 8192, 131072, MILLION, 8 * MILLION])
+def test_prefill_s_memory_knows_neither_rows_nor_keys(num_keys: int) -> None:
+    for num_heads in (8, 32, 64):
+        spec = PrefillSpec(num_heads=num_heads, top_k=2048, num_keys=num_keys)
+        sizes = {sum(r.num_bytes for r in spec.workspace(rows)) for rows in (1, 17, 3072, 100_000)}
+        assert len(sizes) == 1
+        assert sizes.pop() <= MAX_WORKSPACE
+
+
+def test_routes() -> None:
+    assert names(TURNKEY, 8) == ["decode_scores", "select"]
+    assert names(replace(TURNKEY, width=2048), 8) == ["decode_scores", "select", "select"]
+    assert names(LONG, 8) == ["decode_scores", "select", "select", "select"]
+    assert is_tiled(LONG, 8)
+    assert names(LONG, 9) == ["stream", "select"]
+    # Once requests are as many as programs, none shares its keys.
+    assert names(LONG, STREAM_PROGRAMS) == ["stream"]
+    assert names(PREFILL, 1) == ["stream", "select"]
+    assert names(PREFILL, 3072) == ["stream"]
+
+
+def test_levels_end_in_one_span() -> None:
+    assert levels(64, 2048) == [1]
+    assert levels(SPAN, 2048) == [1]
+    assert levels(131072, 2048) == [8, 1]
+    assert levels(MILLION, 2048) == [64, 8, 1]
+    assert levels(MILLION, 512) == [64, 2, 1]
+
+
+@pytest.mark.parametrize("spec", [TURNKEY, LONG, PREFILL, PAGED, PageWriterSpec()])
+def test_plans_are_values_of_few_keys(spec: Spec) -> None:
+    made = plan(spec, 300)
+    assert len(made.keys) <= 6
+    assert made.digest == plan(spec, 300).digest
+
+
+@pytest.mark.parametrize("spec", [replace(LONG, has_slots=True), PREFILL, PAGED, PageWriterSpec()])
+def test_a_plan_binds_and_runs(spec: Spec) -> None:
+    driver = StubDriver.open()
+    driver.reset()
+    made = plan(spec, 20)
+    ready = ready_on_stub(made, driver)
+    for flags in made.tables:
+        tensors = tensors_of(spec, flags)
+        bound = ready.bind(tensors, ready.arena(), **dict(flags))
+        for num_tokens in (0, 1, 9, 20):
+            driver.reset()
+            bound.run(*call_of(spec, flags, num_tokens))
+            assert len(driver.launches()) == len(spec.select(num_tokens, flags))
+    assert not ready.audit.misses
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"num_heads": 7}, InvalidArgumentError, "num_heads: got 7"),
+        ({"num_heads": 65}, InvalidArgumentError, "num_heads: got 65"),
+        ({"top_k": 100}, UnsupportedError, "top_k: got 100, must be one of 512, 1024, 2048"),
+        ({"rows": 9}, InvalidArgumentError, "rows: got 9, must be an integer from 1 to 8"),
+        ({"width": 0}, InvalidArgumentError, "width: got 0"),
+        ({"page_stride": 8449}, InvalidArgumentError, "page_stride: got 8449"),
+    ],
+)
+def test_a_field_that_no_kernel_takes_is_refused(
+    changed: dict[str, int], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        replace(TURNKEY, **changed)
+
+
+def test_keys_are_contiguous_or_in_pages() -> None:
+    for given_keys in ({}, {"num_keys": 64, "width": 1}):
+        with pytest.raises(InvalidArgumentError, match="num_keys, width"):
+            PrefillSpec(num_heads=32, top_k=512, **given_keys)
+    with pytest.raises(UnsupportedError, match="has_slots"):
+        replace(PREFILL, has_slots=True)
+    with pytest.raises(UnsupportedError, match="dtype: got 'fp64'"):
+        PageWriterSpec(dtype="fp64")
+
+
+def test_a_negative_count_is_refused() -> None:
+    for spec in (TURNKEY, PREFILL):
+        with pytest.raises(InvalidArgumentError, match="num_tokens: got -1"):
+            spec.select(-1, ())

@@ -1,0 +1,161 @@
+"""The stream kernel: whatever is split, chunked or ragged, the oracle's selection."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from firesteel.indexer.reference import (
+    decode_scores_reference,
+    range_scores_reference,
+    top_k_reference,
+)
+from firesteel.indexer.stream import stream_kernel
+from tests.indexer.kernels import (
+    Decode,
+    Outputs,
+    Prefill,
+    Selection,
+    decode_case,
+    e4m3,
+    key_scales,
+    run_scores,
+    run_stream,
+    weights,
+)
+from tests.moe.kernels import run_on_nothing
+
+pytestmark = pytest.mark.interpret
+
+
+def check(found: Outputs, wanted: list[Tensor], tables: list[list[int]] | None) -> None:
+    """Against float64 scores, which those of exact inputs equal."""
+    top_k = found.indices.shape[1]
+    for row, scores in enumerate(wanted):
+        expected = top_k_reference(scores.tolist(), top_k)
+        assert found.indices[row].tolist() == expected
+        there = [t for t in expected if t >= 0]
+        rest = top_k - len(there)
+        assert found.scores[row].tolist() == [float(scores[t]) for t in there] + [-math.inf] * rest
+        if tables is not None:
+            slots = [64 * tables[row][t // 64] + t % 64 for t in there]
+            assert found.slots[row].tolist() == slots + [-1] * rest
+
+
+def decode_wanted(case: Decode) -> list[Tensor]:
+    found = decode_scores_reference(case.q, case.w, *case.pages, case.page_table, case.seq_lens)
+    return [scores for request in found for scores in request]
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "chunk"),
+    [(1, 1, 64), (2, 3, 64), (6, 2, 128), (8, 1, 256)],
+)
+def test_decode_selects_what_the_oracle_does(rows: int, parts: int, chunk: int) -> None:
+    lens = [200, -7, 2**31 - 1]
+    case = decode_case(lens, rows=rows, width=4, missing=0.2, is_exact=True, seed=rows)
+    found = run_stream(case, parts=parts, chunk=chunk)
+    tables = case.page_table.repeat_interleave(rows, dim=0).tolist()
+    check(found, decode_wanted(case), tables)
+
+
+def test_both_routes_of_decode_have_the_same_bits() -> None:
+    case = decode_case([192, 33], rows=3, missing=0.1)
+    tiled = Selection(run_scores(case), case.seq_lens, rows=3, page_table=case.page_table).run()
+    for parts, chunk, programs in ((1, 64, 1), (2, 128, 3)):
+        found = run_stream(case, parts=parts, chunk=chunk, programs=programs)
+        for name in ("indices", "slots", "scores"):
+            assert torch.equal(
+                getattr(found, name).view(torch.int32), getattr(tiled, name).view(torch.int32)
+            )
+
+
+def prefill_case(num_rows: int, num_keys: int, *, heads: int = 8, seed: int = 0) -> Prefill:
+    """Rows with ranges of every kind over contiguous keys."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = {"generator": generator, "is_exact": True}
+    start = torch.randint(-5, num_keys, (num_rows,), generator=generator)
+    length = torch.randint(-3, num_keys, (num_rows,), generator=generator)
+    end = torch.where(torch.arange(num_rows) % 5 == 4, 2**31 - 1, start + length)
+    return Prefill(
+        q=e4m3(num_rows, heads, 128, **kind),
+        w=weights(num_rows, heads, **kind),
+        keys=e4m3(num_keys, 128, **kind),
+        scales=key_scales(num_keys, **kind),
+        k_start=start.int(),
+        k_end=end.int(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "row_block", "parts", "chunk"), [(11, 4, 1, 64), (5, 8, 2, 128), (3, 2, 1, 256)]
+)
+def test_prefill_of_contiguous_keys(num_rows: int, row_block: int, parts: int, chunk: int) -> None:
+    case = prefill_case(num_rows, 250, seed=num_rows)
+    found = run_stream(case, row_block=row_block, parts=parts, chunk=chunk, programs=2)
+    ranges = list(zip(case.k_start.tolist(), case.k_end.tolist(), strict=True))
+    check(found, range_scores_reference(case.q, case.w, case.keys, case.scales, ranges), None)
+
+
+@pytest.mark.parametrize(("row_block", "parts"), [(4, 1), (8, 2)])
+def test_prefill_of_pages(row_block: int, parts: int) -> None:
+    """Blocks of rows of several requests, and rows of none."""
+    pages = decode_case([256, 256, 256], width=4, missing=0.2, is_exact=True, seed=9)
+    generator = torch.Generator().manual_seed(10)
+    requests = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 0, -1], dtype=torch.int32)
+    ends = torch.tensor([1, 70, 256, 0, 130, -1, 64, 65, 2**31 - 1, 255, 200], dtype=torch.int32)
+    kind = {"generator": generator, "is_exact": True}
+    case = Prefill(
+        q=e4m3(11, 8, 128, **kind),
+        w=weights(11, 8, **kind),
+        k_end=ends,
+        row_request=requests,
+        pages=pages,
+    )
+    found = run_stream(case, row_block=row_block, parts=parts, programs=2)
+    wanted, tables = [], []
+    for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
+        table = pages.page_table[max(request, 0)]
+        one = decode_scores_reference(
+            case.q[row].view(1, 1, 8, 128),
+            case.w[row].view(1, 1, 8),
+            *pages.pages,
+            table[None],
+            torch.tensor([end if request >= 0 else 0]),
+        )
+        wanted.append(one[0][0])
+        tables.append(table.tolist())
+    check(found, wanted, tables)
+
+
+@pytest.mark.parametrize("kind", ["all equal", "ascending", "descending"])
+def test_ties_and_orders_over_chunks(kind: str) -> None:
+    """Every key the same; and later chunks that hold nothing, or all, of the selection."""
+    num_keys = 256
+    case = prefill_case(2, num_keys)
+    values = torch.ones(num_keys, 128).to(torch.float8_e4m3fn)
+    scales = torch.arange(1, num_keys + 1).float()
+    scales = torch.ones(num_keys) if kind == "all equal" else scales
+    scales = scales.flip(0) if kind == "descending" else scales
+    case = replace(
+        case,
+        q=torch.ones(2, 8, 128).to(torch.float8_e4m3fn),
+        w=torch.ones(2, 8),
+        keys=values,
+        scales=scales,
+        k_start=torch.tensor([0, 3], dtype=torch.int32),
+        k_end=torch.tensor([256, 256], dtype=torch.int32),
+    )
+    ranges = [(0, 256), (3, 256)]
+    found = run_stream(case, parts=1 if kind == "ascending" else 2)
+    check(found, range_scores_reference(case.q, case.w, values, scales, ranges), None)
+
+
+def test_empty_work_ends() -> None:
+    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "REST_BLOCK": 0, "HEAD_BLOCK": 8, "STAGES": 2}
+    constants |= {"TOP_K": 16, "CHUNK": 64}
+    run_on_nothing(
+        stream_kernel, num_pointers=14, num_integers=6, dtypes={}, absent=set(), **constants
+    )
