@@ -62,7 +62,7 @@ CASES = {
 # Direct, and sorted into tiles of 8, 16, 64 and 128 rows.
 SIZES = (0, 1, 3, 8, 40, 60, 200, 700)
 # Few of the layer whose oracle is large; and so many that other launches count routes. Of all rates
-# none that the kernel of large tiles takes, which has eight loops for each and compiles for minutes.
+# none that the kernel of large tiles takes: it has four loops for each, and compiles for minutes.
 MANY = {
     "more-than-1024-experts": (1, 20, 600),
     "expert-map": (1, 3, 40, 200, 700, 1100),
