@@ -185,5 +185,5 @@ def test_on_a_gpu_steps_run_on_kernels_and_in_graphs(model: str):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_recipe_must_have_kernels():
-    options = ("--model", "qwen3-tiny", "--recipe", "int3-g64", *SMALL, "--device", "cuda")
+    options = ("--model", "qwen3-tiny", "--recipe", "int8-g64", *SMALL, "--device", "cuda")
     assert_error(invoke("bench", "decode", *options), "--recipe: 0 of 2 layers run on kernels")
