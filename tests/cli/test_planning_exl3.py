@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from firesteel.cli import planning
+from firesteel.errors import UnsupportedError
 from firesteel.formats.trellis import TrellisCode
+from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch import plan
 from firesteel.moe.products import HOPPER
-from firesteel.moe.trellis.spec import trellis_geometry
+from firesteel.moe.trellis.spec import TrellisMoeSpec, trellis_geometry
 from tests.checkpoints import STORAGES, Storage, write
 from tests.cli.command import ROOT, assert_error, invoke, invoke_json
 from tests.cli.tune.test_run import pretend_device
@@ -96,6 +99,29 @@ def test_linears_of_a_checkpoint_are_planned_with_its_experts(tmp_path):
     assert all(title.startswith("linear exl3-2,3,4,5-mcg K=") for title in titles[1:])
     assert len(titles) > 1
     assert len(set(titles)) == len(titles)
+
+
+def test_linears_that_are_left_out_are_counted(tmp_path, monkeypatch):
+    path = write(tmp_path / "in", "qwen3_moe", STORAGES["exl3-whole-mcg"], linears=True).path
+    made = planning.trellis_linear_spec_of
+    refused = []
+
+    def refuse_three(scheme: TrellisScheme, **given):
+        if scheme.code.bits == 3:
+            refused.append(scheme)
+            raise UnsupportedError("bits: got 3 of a test")
+        return made(scheme, **given)
+
+    monkeypatch.setattr(planning, "trellis_linear_spec_of", refuse_three)
+    result = invoke("plan", "--checkpoint", path, "--max-tokens", 4)
+    assert result.exit_code == 0
+    assert len(refused) > 1
+    assert result.stderr.splitlines() == [f"{len(refused)} linears: bits: got 3 of a test"]
+    monkeypatch.setattr(TrellisMoeSpec, "shard", lambda spec, _: spec)
+    result = invoke("plan", "--checkpoint", path, "--max-tokens", 4, "--tp", 2)
+    assert result.exit_code == 0
+    assert result.stderr.endswith(" linears: --tp: got 2, linears are planned whole, with 1\n")
+    assert "linear exl3" not in result.stdout
 
 
 @pytest.mark.parametrize(

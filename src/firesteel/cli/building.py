@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
-from firesteel.cli.planning import PlanChoice, make_linear_specs, make_plans, make_specs
+from firesteel.cli.planning import PlanChoice, PlannedSpec, make_all_specs, make_plans
 from firesteel.launch import Plan
 from firesteel.launch.building import build_plans, checked_targets
 from firesteel.launch.store import Cache, check_out
-from firesteel.moe.tuning_file import nearest_table
+from firesteel.moe.spec import MoeSpec
+from firesteel.moe.tuning_file import default_table, nearest_table
 from firesteel.settings import Settings
 
 __all__ = ["BuildRequest", "run"]
@@ -44,12 +45,11 @@ def run(request: BuildRequest, *, as_json: bool) -> None:
     targets = checked_targets(target.strip() for target in request.targets.split(","))
     check_out(request.out)
     settings = Settings.from_env()
+    specs = make_all_specs(request.choice)
     plans: dict[str, tuple[Plan, ...]] = {}
     for target in targets:
-        # What a GPU of the target takes by itself, its name not being known here.
-        layers = make_specs(request.choice, nearest_table(None, target))
-        specs = (*layers, *make_linear_specs(request.choice))
-        plans[target] = make_plans(request.choice, [spec.for_target(target) for spec in specs])
+        suited = [_suited(spec, target, request.choice) for spec in specs]
+        plans[target] = make_plans(request.choice, suited)
     built, num_bytes = build_plans(
         plans,
         out=request.out,
@@ -88,3 +88,10 @@ def run(request: BuildRequest, *, as_json: bool) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _suited(spec: PlannedSpec, target: str, choice: PlanChoice) -> PlannedSpec:
+    """The spec with what a GPU of the target takes by itself, its name not being known here."""
+    if isinstance(spec, MoeSpec) and choice.table is None:
+        spec = replace(spec, table=nearest_table(None, target) or default_table())
+    return spec.for_target(target)

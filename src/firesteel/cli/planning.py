@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +39,8 @@ from firesteel.settings import Settings
 __all__ = [
     "LayerSpec",
     "PlanChoice",
-    "make_linear_specs",
+    "PlannedSpec",
+    "make_all_specs",
     "make_plans",
     "make_specs",
     "make_table_specs",
@@ -49,6 +50,8 @@ __all__ = [
 
 LayerSpec = MoeSpec | TrellisMoeSpec
 """What can be planned of a layer of experts."""
+PlannedSpec = LayerSpec | TrellisLinearSpec
+"""What can be planned of a checkpoint."""
 
 _SHAPE = re.compile(r"(?P<model>.*?)(?:-tp(?P<tp>\d+))?", re.DOTALL)
 _IDS = {"int32": "i32", "int64": "i64"}
@@ -90,7 +93,7 @@ def shape_choice(shape: str, recipe: str) -> PlanChoice:
 
 def run(choice: PlanChoice, *, as_json: bool) -> None:
     """Print the plan; with JSON, one object for each kind of layer."""
-    specs = (*make_specs(choice), *make_linear_specs(choice))
+    specs = make_all_specs(choice)
     for number, spec in enumerate(specs):
         start = time.perf_counter()
         (made,) = make_plans(choice, (spec,))
@@ -103,9 +106,7 @@ def run(choice: PlanChoice, *, as_json: bool) -> None:
         stdout().print(_tables(made, seconds))
 
 
-def make_plans(
-    choice: PlanChoice, specs: Sequence[LayerSpec | TrellisLinearSpec]
-) -> tuple[Plan, ...]:
+def make_plans(choice: PlanChoice, specs: Sequence[PlannedSpec]) -> tuple[Plan, ...]:
     """A plan of each spec.
 
     Raises
@@ -130,22 +131,15 @@ def make_plans(
     )
 
 
-def make_linear_specs(choice: PlanChoice) -> tuple[TrellisLinearSpec, ...]:
-    """Each kind of EXL3 linear of a checkpoint, of one rank's whole layers; none of a model's name.
+def make_all_specs(choice: PlanChoice) -> tuple[PlannedSpec, ...]:
+    """As `make_specs`, and after them each kind of EXL3 linear of a checkpoint.
 
     Sizes are those of the files, which pad to 128: a linear of other sizes is planned at load.
+    stderr says which linears are left out: those without kernels, and with ranks all of them.
     """
-    if choice.checkpoint is None or choice.tp > 1:
-        return ()
-    contents = scan(Checkpoint.open(choice.checkpoint))
-    dtype = _dtype(contents.checkpoint.config)
-    specs: list[TrellisLinearSpec] = []
-    for source in contents.dense:
-        if isinstance(source.scheme, TrellisScheme):
-            # One that no kernel reads runs on PyTorch operators, which the load report says.
-            with suppress(UnsupportedError):
-                specs.append(trellis_linear_spec_of(source.scheme, dtype=dtype))
-    return tuple(dict.fromkeys(united(specs).values()))
+    contents = _contents(choice)
+    layers = _layers(choice, None, contents)
+    return layers if contents is None else (*layers, *_linears(choice, contents))
 
 
 def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[LayerSpec, ...]:
@@ -161,16 +155,30 @@ def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[Laye
         CheckpointError: the checkpoint cannot be read.
         UnsupportedError: no kernel exists for it.
     """
+    return _layers(choice, table, _contents(choice))
+
+
+def _contents(choice: PlanChoice) -> Contents | None:
+    """What the checkpoint holds, its experts as the recipe would store them; None of a name."""
     if (choice.model is None) == (choice.checkpoint is None):
         given = "neither" if choice.model is None else "both"
         raise InvalidArgumentError(f"--model, --checkpoint: got {given}, must be exactly one")
+    if choice.checkpoint is None:
+        return None
+    recipe = None if choice.recipe is None else parse_recipe(choice.recipe)
+    return scan(Checkpoint.open(choice.checkpoint), recipe)
+
+
+def _layers(
+    choice: PlanChoice, table: TileTable | None, contents: Contents | None
+) -> tuple[LayerSpec, ...]:
     if choice.table is not None:
         table = find_table(choice.table)
-    if choice.model is not None:
+    if contents is None:
+        assert choice.model is not None
         specs = (_named(choice.model, choice),)
     else:
-        assert choice.checkpoint is not None
-        specs = tuple(spec.shard(choice.tp) for spec in _stored(choice.checkpoint, choice.recipe))
+        specs = tuple(spec.shard(choice.tp) for spec in _stored(contents))
     if choice.table is not None and any(isinstance(spec, TrellisMoeSpec) for spec in specs):
         raise UnsupportedError(
             f"--table: got {choice.table!r}, no table of tiles cuts EXL3's kernels"
@@ -240,9 +248,28 @@ def _is_supported(sized: Callable[[int], MoeSpec], group_size: int) -> bool:
     return True
 
 
-def _stored(folder: Path, recipe: str | None) -> tuple[LayerSpec, ...]:
+def _linears(choice: PlanChoice, contents: Contents) -> tuple[TrellisLinearSpec, ...]:
+    """Each kind of EXL3 linear that has kernels; stderr says how many have none, and why."""
+    dtype = _dtype(contents.checkpoint.config)
+    specs: list[TrellisLinearSpec] = []
+    refused: Counter[str] = Counter()
+    for source in contents.dense:
+        if not isinstance(source.scheme, TrellisScheme):
+            continue
+        if choice.tp > 1:
+            refused[f"--tp: got {choice.tp}, linears are planned whole, with 1"] += 1
+            continue
+        try:
+            specs.append(trellis_linear_spec_of(source.scheme, dtype=dtype))
+        except UnsupportedError as error:
+            refused[str(error)] += 1
+    for reason, count in refused.items():
+        stderr().print(f"{count} linear{'s' * (count > 1)}: {reason}", highlight=False)
+    return tuple(dict.fromkeys(united(specs).values()))
+
+
+def _stored(contents: Contents) -> tuple[LayerSpec, ...]:
     """Each kind of layer of a checkpoint that has kernels; stderr says which layers have none."""
-    contents = scan(Checkpoint.open(folder), None if recipe is None else parse_recipe(recipe))
     found: dict[int, LayerSpec] = {}
     refused: dict[str, list[int]] = {}
     for layer in contents.experts:

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from firesteel.checkpoint import Checkpoint, scan
 from firesteel.errors import CheckpointError, UnsupportedError
 from firesteel.formats.trellis_weights import TrellisWeights
-from firesteel.integrations.transformers import load_model, load_report
+from firesteel.integrations.transformers import PackedLinear, load_model, load_report
 from tests.checkpoints import STORAGES, edit_config, oracle, write, write_tensors
 from tests.cli.command import invoke_json
 from tests.integrations.transformers.compare import (
@@ -118,6 +118,24 @@ def test_what_is_not_exl3_is_refused_by_name(tmp_path, change, error, words):
     write_tensors(path, tensors)
     with pytest.raises(error, match=words):
         load_model(path)
+
+
+def test_a_call_of_a_linear_in_another_dtype_is_warned_of_once(tmp_path, caplog):
+    path = write(tmp_path / "in", "qwen3_moe", STORAGES["exl3-3-mcg"], linears=True).path
+    model = load_model(path, device="cpu")
+    linear = next(m for m in model.modules() if isinstance(m, PackedLinear))
+    other = torch.float32 if linear.dtype != torch.float32 else torch.bfloat16
+    x = torch.randn(3, linear.in_features)
+    plain = linear(x.to(other))
+    assert caplog.text == ""
+    linear.kernels = lambda rows: torch.full((len(rows), linear.out_features), 7.0)
+    with torch.no_grad():
+        assert (linear(x.to(linear.dtype)) == 7).all()
+        assert caplog.text == ""
+        for _ in range(2):
+            assert torch.equal(linear(x.to(other)), plain)
+    (record,) = caplog.records
+    assert f"kernels take {linear.dtype}: its calls in {other}" in record.getMessage()
 
 
 def test_a_model_of_another_size_is_refused(tmp_path):

@@ -136,7 +136,9 @@ def test_rates(stored: StoredTrellis, bytes_per_weight: float, mask: int) -> Non
         ({"rates": (9,)}, r"rates: got \(9,\), must be"),
         ({"rates": (2.5,)}, r"rates: got \(2.5,\), must be"),
         ({"rates": (3.0,)}, r"rates: got \(3.0,\), must be"),
-        ({"rates": [3]}, r"rates: got \[3\], must be"),
+        ({"rates": [3]}, r"rates: got \[3\], must be .* in a tuple"),
+        ({"rates": 3}, r"rates: got 3, must be .* in a tuple"),
+        ({"rates": ("3",)}, r"rates: got \('3',\), must be"),
         ({"codebook": "mul2"}, "codebook: got 'mul2', must be one of mcg, 3inst, mul1"),
     ],
 )

@@ -181,7 +181,8 @@ class PackedExperts(_Watched):
 class PackedLinear(_Watched):
     """A quantised `nn.Linear`: the weight is packed, and expanded at each call or read by kernels.
 
-    Kernels take calls in `dtype` that want no gradient (`attach_kernels`).
+    Kernels take calls in `dtype` that want no gradient (`attach_kernels`); the first one in another
+    dtype is warned of.
 
     Args:
         scheme: how the weight was stored.
@@ -195,6 +196,7 @@ class PackedLinear(_Watched):
         self.out_features = scheme.n
         self.dtype = dtype
         self.kernels: Callable[[Tensor], Tensor] | None = None
+        self._has_warned = False
         self.packed: WeightStack = (
             _OwnedTrellis([scheme], num_matrices=1)
             if isinstance(scheme, TrellisScheme)
@@ -233,7 +235,16 @@ class PackedLinear(_Watched):
         """`x @ weight.T + bias`, `[..., out_features]` in x's dtype."""
         rows = x.reshape(-1, self.in_features)
         needs_grad = torch.is_grad_enabled() and x.requires_grad
-        if self.kernels is None or needs_grad or x.dtype != self.dtype:
+        if self.kernels is None or needs_grad:
+            y = self.packed.linear(0, rows)
+        elif x.dtype != self.dtype:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "a linear's kernels take %s: its calls in %s run on the PyTorch path",
+                    self.dtype,
+                    x.dtype,
+                )
             y = self.packed.linear(0, rows)
         else:
             y = self.kernels(rows.contiguous())

@@ -73,7 +73,8 @@ class TrellisLinearSpec:
     def planned_tokens(self, max_tokens: int) -> int:
         """Rows that a plan should hold: fewer than asked for where they are wide (lm_head).
 
-        A longer call runs in slices, and the arena, which layers share, stays below 64 MB for it.
+        A longer call runs in slices. Operand and products of a slice of more than 64 rows take at
+        most 64 MiB of the arena, which layers share; sums of a split K come on top.
         """
         width = padded(self.in_features) + padded(self.out_features)
         return min(max_tokens, max(64, MOST_NUMBERS // width))

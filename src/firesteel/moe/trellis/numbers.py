@@ -10,8 +10,9 @@ word before them every state is 16 bits at a place that is known when the kernel
 that reach from one word into the next are whole in a window between the two.
 
 Weight `8 * q + 4 * r + 2 * h + e` of the 32 is that of column `2 * q + 8 * h + e` of the tile (k of
-W) and of its row g + 8 * r (n), g the four lanes' number. Hopper does shifts and logic at half the
-rate of a multiplication and an addition, so a shift to the left is left to the multiplier.
+W) and of its row g + 8 * r (n), g the four lanes' number. On Hopper shifts, logic and byte
+permutations share a pipe of half rate; a multiplication of integers has another, which a shift to
+the left may take.
 """
 
 from triton.experimental import gluon
@@ -59,7 +60,7 @@ def pair_asm(CODEBOOK):
             "{ .reg .b32 t, m, a; prmt.b32 t, $1, $2, 0x5410; mov.b32 m, 0x1eee1eee; "
             "mov.b32 a, 0xc931c931; fma.rn.f16x2 $0, t, m, a; }"
         )
-    # A sum stands in both halves of 32 bits: an addition is not one of the slow operations.
+    # A sum stands in both halves of 32 bits: an addition is not on the pipe of shifts.
     return (
         "{ .reg .b16 l, h; .reg .b32 s, t, a, b; mov.b32 {l, h}, $1; mov.b32 a, {l, l}; "
         "mov.b32 b, {h, h}; add.rn.f16x2 s, a, b; mov.b32 {l, h}, $2; mov.b32 a, {l, l}; "

@@ -95,7 +95,7 @@ def quarters_of(x, BLOCK_M: gl.constexpr):
 def twice_of(x, LAYOUT: gl.constexpr):
     """The right operand `[16, BLOCK_M]` of `halves_of`, each number of x `[BLOCK_M, 4, 2]` twice.
 
-    A multiplication by 1 puts a number into both halves: it is not one of Hopper's slow operations.
+    A multiplication by 1 puts a number into both halves: it is not on the pipe of shifts.
     """
     both = gl.inline_asm_elementwise(
         "{ .reg .b32 t, o; mov.b32 t, {$1, $1}; mov.b32 o, 0x3c003c00; mul.rn.f16x2 $0, t, o; }",

@@ -49,7 +49,7 @@ class StoredTrellis:
         has_bias  a bias a row, in the layer's dtype
 
     Raises
-        InvalidArgumentError, UnsupportedError: other rates, or another codebook.
+        UnsupportedError: other rates, or another codebook.
     """
 
     rates: tuple[int, ...] = (3,)
@@ -57,11 +57,10 @@ class StoredTrellis:
     has_bias: bool = False
 
     def __post_init__(self) -> None:
-        rates = tuple(sorted(set(self.rates)))
-        is_whole = all(type(rate) is int for rate in rates)
-        if not rates or rates != self.rates or not is_whole or not set(rates) <= set(RATES):
+        if not _are_rates(self.rates):
             raise UnsupportedError(
-                f"rates: got {self.rates}, must be some of 1 to 8, whole, each once, ascending"
+                f"rates: got {self.rates}, must be some of 1 to 8, whole, each once, ascending, "
+                "in a tuple"
             )
         if self.codebook not in CODEBOOKS:
             raise UnsupportedError(
@@ -251,6 +250,15 @@ def check_gluon() -> None:
     """Refuse a Triton that has not what the kernels are written in."""
     if not has_gluon():
         raise UnsupportedError("kernels for EXL3 need Triton 3.6 or later")
+
+
+def _are_rates(rates: object) -> bool:
+    """Whether it is a tuple of some of `RATES`, each once, ascending."""
+    if not isinstance(rates, tuple) or not rates:
+        return False
+    return all(type(rate) is int and rate in RATES for rate in rates) and rates == tuple(
+        sorted(set(rates))
+    )
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

@@ -24,6 +24,7 @@ def stored_of(schemes: Sequence[TrellisScheme], *, has_bias: bool) -> StoredTrel
     """How a stack is stored whose matrices have these schemes.
 
     Raises
+        InvalidArgumentError: `schemes` has none.
         UnsupportedError: no kernel reads it.
     """
     if not schemes:

@@ -1,7 +1,9 @@
-"""How the products of EXL3 layers are cut, by measurement on an H200.
+"""How the products of EXL3 layers are cut.
 
-Every choice depends on the sizes of a layer and on counts alone, so that a plan is the same
-everywhere; other GPUs take the same cuts.
+Measured on an H200 for experts at a few token counts (`2026-11-30-exl3-cuts.jsonl`); where one cut
+gives way to the next between those, and the cuts of linears, are by judgement. Every choice depends
+on the sizes of a layer and on counts alone, so that a plan is the same everywhere; other GPUs take
+the same cuts.
 """
 
 from __future__ import annotations
