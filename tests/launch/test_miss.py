@@ -104,6 +104,32 @@ def test_launchers_of_counts_outside_the_plan_make_room_and_lose_no_count(
     assert len(warnings) == counts + 1
 
 
+def test_a_launcher_that_made_room_while_another_thread_was_in_it_still_counts(rig: Rig) -> None:
+    ready = rig.ready(on_miss="compile")
+    last = MAX + MAX_UNPLANNED + 1
+    arena = Arena.allocate(last * WIDTH * 4 + 256, torch.device("cpu"))
+    bound = ready.bind(tensors_of(SPEC, I64), arena, ids="i64")
+    call, keep, compiler = call_of(SPEC, I64, last), bound._keep_unplanned, Compiler()
+    rig.driver.reset()
+
+    def keep_and_make_room(num_tokens: int, made: Any) -> None:
+        keep(num_tokens, made)
+        if num_tokens == MAX + 1:
+            for other in range(MAX + 2, last + 1):
+                assert bound.run(*(tensor[:other] for tensor in call)) == 2
+            assert num_tokens not in bound._unplanned
+
+    with (
+        patch("firesteel.launch.ready.compile_all", compiler),
+        patch.object(bound, "_keep_unplanned", keep_and_make_room),
+    ):
+        assert bound.run(*(tensor[: MAX + 1] for tensor in call)) == 2
+    # Loading launches each new kernel once, which is no call's.
+    assert len(rig.driver.launches()) == 2 * (last - MAX) + len(compiler.asked)
+    assert sum(ready.audit.launches().values()) == 2 * (last - MAX)
+    assert len(ready.audit._live) == MAX_UNPLANNED + 1
+
+
 def test_a_parameter_of_an_unplanned_launch_is_the_calls_own(rig: Rig) -> None:
     ready = rig.ready(on_miss="compile")
     arena = Arena.allocate(100 * WIDTH * 4, torch.device("cpu"))

@@ -111,18 +111,14 @@ class Audit:
                 self._num_left_out += 1
         return known is None
 
-    def follow(self, bound: Bound, table: Table, runner: RunnerLike) -> Callable[[], object]:
-        """Count the launches of `bound`, also after it is gone.
-
-        Returns
-            What ends the runner before `bound` is gone.
-        """
+    def follow(
+        self, caller: Bound | Callable[..., object], table: Table, runner: RunnerLike
+    ) -> None:
+        """Count the launches of a runner, also after `caller`, which alone calls it, is gone."""
         token = id(runner)
         with self._lock:
             self._live[token] = (table, runner)
-        ending = weakref.finalize(bound, self._end, token)
-        ending.atexit = False
-        return ending
+        weakref.finalize(caller, self._end, token).atexit = False
 
     def _end(self, token: int) -> None:
         with self._lock:

@@ -75,8 +75,7 @@ class Bound:
         self._arena_address: Callable[[], int] = arena.storage.data_ptr
         self._address = arena.address
         self._unplanned_lock = threading.Lock()
-        # By token count: how to call its launcher, and how to end it.
-        self._unplanned: dict[int, tuple[Callable[..., int | None], Callable[[], object]]] = {}
+        self._unplanned: dict[int, Callable[..., int | None]] = {}
         self.handle = handle_of(self)
 
     def __reduce__(self) -> NoReturn:
@@ -149,32 +148,28 @@ class Bound:
         raise launch_error(self._ready.driver, code, what)
 
     def _run_unplanned(self, num_tokens: int, tensors: Sequence[Tensor], stream: int) -> int:
-        known = self._unplanned.get(num_tokens)
+        call = self._unplanned.get(num_tokens)
         # Under capture it is refused whether or not it has run before.
-        if known is None or self._ready.driver.is_capturing(stream):
-            runner, end = self._ready.unplanned(self, num_tokens, stream)
+        if call is None or self._ready.driver.is_capturing(stream):
+            table, runner = self._ready.unplanned(self, num_tokens, stream)
 
             def launch(num_tokens: int, stream: int, *values: int) -> int:
                 del num_tokens  # the runner's only row stands first
                 return runner.run(0, stream, *values)
 
-            known = (quick_caller(self._operands, self._device_index, launch), end)
-            self._keep_unplanned(num_tokens, known)
-        launched = known[0](stream, *tensors)
+            call = quick_caller(self._operands, self._device_index, launch)
+            # Another thread may still be in it when it has made room, or was made twice.
+            self._ready.audit.follow(call, table, runner)
+            self._keep_unplanned(num_tokens, call)
+        launched = call(stream, *tensors)
         assert launched is not None
         return launched if launched >= 0 else self._failed(launched, tensors, stream)
 
-    def _keep_unplanned(
-        self, num_tokens: int, made: tuple[Callable[..., int | None], Callable[[], object]]
-    ) -> None:
+    def _keep_unplanned(self, num_tokens: int, call: Callable[..., int | None]) -> None:
         with self._unplanned_lock:
-            # Another thread may have made one of the same count.
-            ending = [made_before] if (made_before := self._unplanned.pop(num_tokens, None)) else []
-            self._unplanned[num_tokens] = made
+            self._unplanned[num_tokens] = call
             if len(self._unplanned) > MAX_UNPLANNED:
-                ending.append(self._unplanned.pop(next(iter(self._unplanned))))
-        for _, end in ending:
-            end()
+                del self._unplanned[next(iter(self._unplanned))]
 
     def in_order(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a call in `run`'s order, from those that are read and those written."""

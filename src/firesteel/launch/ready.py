@@ -332,11 +332,8 @@ class Ready:
 
     def unplanned(
         self, bound: Bound, num_tokens: int, stream: int
-    ) -> tuple[RunnerLike, Callable[[], object]]:
-        """A launcher for one token count outside the plan, as `on_miss` says.
-
-        Returns
-            It, and what ends it: its launches count on, and nothing keeps it.
+    ) -> tuple[Table, RunnerLike]:
+        """A launcher for one token count outside the plan, as `on_miss` says, and what it launches.
 
         Raises
             InvalidArgumentError: the spec has other operands than when it was planned.
@@ -353,8 +350,7 @@ class Ready:
                 f"spec: {self.plan.spec.title} has other operands than when it was planned, must "
                 "be a frozen value"
             )
-        runner = self._bound_runner(table, bound.tensors, bound.arena, made.workspace)
-        return runner, self.audit.follow(bound, table, runner)
+        return table, self._bound_runner(table, bound.tensors, bound.arena, made.workspace)
 
     def _on_miss(self, what: str, made: Plan, stream: int) -> None:
         """Refuse what is not planned, or let it be compiled."""
