@@ -24,13 +24,20 @@ from firesteel.checkpoint.families import (
     family_of,
 )
 from firesteel.checkpoint.files import Checkpoint
-from firesteel.checkpoint.sources import PlainSource, QuantizedSource, RoundedSource, Source
+from firesteel.checkpoint.sources import (
+    BiasSource,
+    PlainSource,
+    QuantizedSource,
+    RoundedSource,
+    Source,
+    StoredBias,
+)
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.base import Format, Scheme, TensorHeader
 from firesteel.formats.quantize import Recipe
 from firesteel.formats.registry import detect, formats_for
 
-__all__ = ["BiasSource", "Contents", "ExpertLayer", "scan"]
+__all__ = ["Contents", "ExpertLayer", "scan"]
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PART_NAMES = ("gate", "up", "down")
@@ -38,15 +45,6 @@ _PART_NAMES = ("gate", "up", "down")
 _CACHE_SCALES = frozenset({"k_scale", "kv_scale", "q_scale", "v_scale"})
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _BESIDE = _CACHE_SCALES | {"bias", "e_score_correction_bias"}
-
-
-@dataclass(frozen=True, slots=True)
-class BiasSource:
-    """A bias vector: fields as in `PlainSource`."""
-
-    tensor: str
-    index: int | None = None
-    rows: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +267,7 @@ class _Scanner:
                         raise CheckpointError(f"{where}: its bias is missing")
                     name = tensors.pop("bias")
                     self._check(name, (self.geometry.shape(part)[0],))
-                    found.biases[part].append(BiasSource(name))
+                    found.biases[part].append(StoredBias(name))
                 form = self._format(where, tensors)
                 if form is None:
                     source = self._plain(where, tensors, part)
@@ -297,7 +295,7 @@ class _Scanner:
                 self._check(name, (self.geometry.num_experts, self._fused_rows(part)))
                 for p in parts:
                     found.biases[p].extend(
-                        BiasSource(name, expert, self._rows(p))
+                        StoredBias(name, expert, self._rows(p))
                         for expert in range(self.geometry.num_experts)
                     )
             headers = {

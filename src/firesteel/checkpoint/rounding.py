@@ -25,7 +25,7 @@ from torch import Tensor
 from firesteel.checkpoint.families import expert_name
 from firesteel.checkpoint.files import INDEX, PICKLES, Checkpoint, Reader, read_headers
 from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
-from firesteel.checkpoint.sources import RoundedSource
+from firesteel.checkpoint.sources import RoundedSource, StoredBias
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import TensorHeader
 from firesteel.formats.quantize import ALL_BUT_EXPERTS, Recipe
@@ -235,6 +235,7 @@ def _round(shard: _Shard, reader: Reader, step: Callable[[], None]) -> dict[str,
         for expert in shard.experts:
             bias = biases[expert]
             # One of its own is copied with all else.
+            assert isinstance(bias, StoredBias)
             if bias.index is not None:
                 tensor = reader.tensor(bias.tensor, bias.index)[bias.rows]
                 name = expert_name(shard.layer.prefix, expert, part)
@@ -248,8 +249,8 @@ def _replaced(contents: Contents) -> set[str]:
     for layer in contents.experts:
         for sources in layer.sources:
             found.update(s.plain.tensor for s in sources if isinstance(s, RoundedSource))
-        for biases in layer.biases:
-            found.update(bias.tensor for bias in biases if bias.index is not None)
+        stored = (b for biases in layer.biases for b in biases if isinstance(b, StoredBias))
+        found.update(bias.tensor for bias in stored if bias.index is not None)
     return found
 
 

@@ -20,7 +20,14 @@ from firesteel.formats.base import Matrix, Scheme
 from firesteel.formats.quantize import Recipe, quantize_matrix
 from firesteel.formats.registry import format_named
 
-__all__ = ["PlainSource", "QuantizedSource", "RoundedSource", "Source"]
+__all__ = [
+    "BiasSource",
+    "PlainSource",
+    "QuantizedSource",
+    "RoundedSource",
+    "Source",
+    "StoredBias",
+]
 
 
 class Source(Protocol):
@@ -33,6 +40,14 @@ class Source(Protocol):
 
     def read(self, reader: Reader) -> Matrix:
         """The matrix in memory of its own."""
+        ...
+
+
+class BiasSource(Protocol):
+    """A bias vector that can be read."""
+
+    def read(self, reader: Reader) -> Tensor:
+        """The vector; may share memory with the file."""
         ...
 
 
@@ -122,3 +137,16 @@ class RoundedSource:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self.plain.layer}: {error}") from error
         return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBias:
+    """A bias vector in a file; fields as in `PlainSource`."""
+
+    tensor: str
+    index: int | None = None
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    def read(self, reader: Reader) -> Tensor:
+        """The vector; may share memory with the file."""
+        return reader.tensor(self.tensor, self.index)[self.rows]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from firesteel.checkpoint.files import Reader
-from firesteel.checkpoint.layers import BiasSource, ExpertLayer
+from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.formats.packed import PackedWeights
 from firesteel.formats.tiled_int4 import TiledInt4Weights, can_tile
@@ -62,7 +62,7 @@ def _fill_experts(module: PackedExperts, layer: ExpertLayer, reader: Reader) -> 
         rows = bias.shape[1] // (1 if part == 2 else 2)
         for expert, source in enumerate(biases):
             target = bias[expert, rows * (part % 2) : rows * (part % 2 + 1)]
-            target.copy_(_read_bias(source, reader))
+            target.copy_(source.read(reader))
 
 
 def _settle(module: Any) -> None:
@@ -70,10 +70,6 @@ def _settle(module: Any) -> None:
     for name, child in list(module.named_children()):
         if isinstance(child, PackedWeights) and can_tile(child):
             setattr(module, name, TiledInt4Weights(child))
-
-
-def _read_bias(source: BiasSource, reader: Reader) -> Tensor:
-    return reader.tensor(source.tensor, source.index)[source.rows]
 
 
 def _fill_weight(weight: Tensor, source: QuantizedSource, reader: Reader) -> None:
