@@ -18,7 +18,7 @@ from firesteel.integrations.transformers.plan import LoadPlan
 from firesteel.integrations.transformers.report import LoadReport, report_of
 from firesteel.progress import progress_bar
 
-__all__ = ["fill"]
+__all__ = ["fill", "fill_experts", "settle"]
 
 
 def fill(model: Any, plan: LoadPlan) -> LoadReport:
@@ -36,12 +36,12 @@ def fill(model: Any, plan: LoadPlan) -> LoadReport:
             # A reader a layer: closing it lets go of the mapped file.
             with checkpoint.reader() as reader:
                 if isinstance(item, ExpertLayer):
-                    _fill_experts(module, item, reader)
+                    fill_experts(module, item, reader)
                 elif isinstance(module, PackedLinear):
                     module.packed.write(0, 0, item.read(reader))
                 else:
                     _fill_weight(module.weight, item, reader)
-            _settle(module)
+            settle(module)
             step()
         with checkpoint.reader() as reader:
             # Saving gives these back: of an expanded weight the host only holds the rounded one.
@@ -51,7 +51,7 @@ def fill(model: Any, plan: LoadPlan) -> LoadReport:
     return report_of(model, plan, extras, time.perf_counter() - start)
 
 
-def _fill_experts(module: PackedExperts, layer: ExpertLayer, reader: Reader) -> None:
+def fill_experts(module: PackedExperts, layer: ExpertLayer, reader: Reader) -> None:
     for part, sources in enumerate(layer.sources):
         stack = module.down if part == 2 else module.gate_up
         for expert, source in enumerate(sources):
@@ -65,7 +65,7 @@ def _fill_experts(module: PackedExperts, layer: ExpertLayer, reader: Reader) -> 
             target.copy_(source.read(reader))
 
 
-def _settle(module: Any) -> None:
+def settle(module: Any) -> None:
     """Put each filled stack into the form that its device multiplies fastest."""
     for name, child in list(module.named_children()):
         if isinstance(child, PackedWeights) and can_tile(child):

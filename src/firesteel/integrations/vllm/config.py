@@ -1,0 +1,115 @@
+"""vLLM's view of a checkpoint: which of its layers firesteel reads, and which methods run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import WeightsMapper
+
+from firesteel.integrations.vllm.experts import FiresteelExperts
+from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
+from firesteel.integrations.vllm.model import Model
+
+__all__ = ["METHOD", "FiresteelConfig"]
+
+METHOD = "firesteel"
+
+
+class FiresteelConfig(QuantizationConfig):
+    """One model's quantisation, as vLLM asks for it.
+
+    Tensors that firesteel reads are taken out of the engine's stream of weights by name, and read
+    when a module's weights are done; all else the engine loads itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name: str | None = None
+        self._model: Model | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the engine's workers, each of which opens the checkpoint itself."""
+        return {**self.__dict__, "_model": None}
+
+    @property
+    def model(self) -> Model:
+        """The checkpoint."""
+        if self._model is None:
+            assert self._name is not None, "maybe_update_config was not called"
+            self._model = Model.open(self._name)
+        return self._model
+
+    def get_name(self) -> str:
+        """As after `--quantization`."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Of activations."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Ten times the compute capability."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: `config.json` says it all."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> FiresteelConfig:
+        """The checkpoint's own config is read with its headers, not here."""
+        del config
+        return cls()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Claim what the user says firesteel shall load."""
+        del hf_quant_cfg, hf_config
+        return METHOD if user_quant == METHOD else None
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Where the checkpoint is, before any module is made.
+
+        Raises
+            CheckpointError, UnsupportedError: it cannot be read exactly.
+        """
+        del hf_config, revision
+        self._name, self._model = model_name, Model.open(model_name)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """How the engine's modules are called."""
+        self.model.rename = hf_to_vllm_mapper.map_name
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """What loads and runs a module; None for the engine's own."""
+        if isinstance(layer, RoutedExperts):
+            found = self.model.experts(prefix)
+            return None if found is None else FiresteelExperts(layer.moe_config, self.model, found)
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            return None
+        is_linear = isinstance(layer, LinearBase)
+        sources = self.model.linears(prefix, self.packed_modules_mapping)
+        if all(source is None for source in sources):
+            return UnquantizedLinearMethod() if is_linear else None
+        return (FiresteelLinear if is_linear else FiresteelHead)(self.model, sources)
+
+    def get_checkpoint_weight_mapper(self) -> WeightsMapper:
+        """Drops what firesteel reads; called when all modules are made, before weights are."""
+        self.model.check_taken()
+        return WeightsMapper(orig_to_new_regex=dict.fromkeys(self.model.patterns))

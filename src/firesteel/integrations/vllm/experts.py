@@ -1,0 +1,133 @@
+"""The experts of a layer in vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from firesteel.checkpoint.families import Geometry
+from firesteel.checkpoint.layers import ExpertLayer
+from firesteel.checkpoint.shards import shard_layer
+from firesteel.errors import UnsupportedError
+from firesteel.integrations.transformers.fill import fill_experts, settle
+from firesteel.integrations.transformers.modules import PackedExperts
+from firesteel.integrations.vllm.model import Model
+from firesteel.moe.activation import Activation
+from firesteel.moe.torch_backend import run_experts
+
+__all__ = ["FiresteelExperts"]
+
+
+class FiresteelExperts(FusedMoEMethodBase):
+    """Packed experts of one layer: those of this rank, or its part of each.
+
+    Args:
+        moe: the engine's sizes and ranks.
+        model: the checkpoint.
+        layer: the whole layer in it.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, model: Model, layer: ExpertLayer) -> None:
+        super().__init__(moe)
+        self._model = model
+        self._whole = layer
+        self._own: ExpertLayer | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Memory for the rank's packed experts, filled when the engine has loaded the rest.
+
+        Ranks cut the intermediate axis where the format allows, not where the engine would.
+        """
+        del intermediate_size_per_partition, extra_weight_attrs
+        geometry = self._model.contents.geometry
+        if hidden_size != geometry.hidden_size:
+            raise UnsupportedError(
+                f"hidden_size: got {hidden_size}, the checkpoint's is {geometry.hidden_size}"
+            )
+        held = _held(layer.expert_map, geometry.num_experts)
+        assert len(held) == num_experts
+        ranks = self.moe.moe_parallel_config
+        self._own = shard_layer(self._whole, held=held, rank=ranks.tp_rank, count=ranks.tp_size)
+        layer.packed = PackedExperts(
+            None,
+            Geometry(
+                num_layers=geometry.num_layers,
+                num_experts=num_experts,
+                hidden_size=hidden_size,
+                intermediate_size=self._own.scheme(2).k,
+            ),
+            (self._own.schemes(0, 1), self._own.schemes(2)),
+            _activation(layer),
+            bias_dtype=params_dtype if self._own.biases else None,
+        )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Read the experts."""
+        assert self._own is not None
+        with self._model.checkpoint.reader() as reader, torch.no_grad():
+            fill_experts(layer.packed, self._own, reader)
+        settle(layer.packed)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: no kernel of the engine reads the weights."""
+        del layer
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """`[M, K]` of this rank's experts or parts; the engine adds up ranks."""
+        del shared_experts, shared_experts_input
+        if layer.expert_map is not None:
+            places = layer.expert_map[topk_ids.clamp(min=0).long()]
+            topk_ids = torch.where(topk_ids < 0, -1, places)
+        return run_experts(layer.packed.moe_weights(), x, topk_ids, topk_weights)
+
+
+def _held(expert_map: Tensor | None, num_experts: int) -> list[int]:
+    """The experts of a rank in the order of their places."""
+    if expert_map is None:
+        return list(range(num_experts))
+    places = {place: e for e, place in enumerate(expert_map.tolist()) if place >= 0}
+    return [places[place] for place in sorted(places)]
+
+
+def _activation(layer: Any) -> Activation:
+    """The engine's activation in our words.
+
+    Raises
+        UnsupportedError: one that firesteel does not have.
+    """
+    limit = layer.swiglu_limit
+    if layer.activation == MoEActivation.SILU:
+        return Activation(name="silu", limit=limit)
+    if layer.activation in (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE):
+        given = {"alpha": layer.swiglu_alpha, "beta": layer.swiglu_beta}
+        return Activation(
+            name="swigluoai", limit=limit, **{n: v for n, v in given.items() if v is not None}
+        )
+    if layer.activation == MoEActivation.RELU2_NO_MUL:
+        return Activation(name="relu2")
+    if layer.activation == MoEActivation.SITU:
+        return Activation(name="situ")
+    raise UnsupportedError(
+        f"activation: got {layer.activation.value!r}, supported are silu, swigluoai, relu2 and situ"
+    )

@@ -1,0 +1,81 @@
+"""Quantised linears in vLLM: expanded into the engine's own parameter when they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from firesteel.checkpoint.sources import QuantizedSource
+from firesteel.errors import CheckpointError
+from firesteel.integrations.vllm.model import Model
+
+__all__ = ["FiresteelHead", "FiresteelLinear"]
+
+_QKV = ("q", "k", "v")
+
+
+class _Expanded:
+    """Fills the parameter of an engine's unquantised method, whose loader cuts it for the rank."""
+
+    _model: Model
+    _sources: Sequence[QuantizedSource | None]
+
+    def expand(self, layer: Any) -> None:
+        """Read, round once to the parameter's type, and hand each matrix to the engine's loader."""
+        weight = layer.weight
+        with self._model.checkpoint.reader() as reader, torch.no_grad():
+            for place, source in enumerate(self._sources):
+                if source is None:
+                    continue
+                matrix = source.read(reader).dequantize(source.scheme, weight.dtype)
+                matrix = matrix.to(weight.device)
+                if len(self._sources) == 1:
+                    weight.weight_loader(weight, matrix)
+                else:
+                    shard = _QKV[place] if isinstance(layer, QKVParallelLinear) else place
+                    weight.weight_loader(weight, matrix, shard)
+
+
+class FiresteelLinear(_Expanded, UnquantizedLinearMethod):
+    """A linear of one or more matrices, of which some are quantised."""
+
+    def __init__(self, model: Model, sources: Sequence[QuantizedSource | None]) -> None:
+        super().__init__()
+        self._model = model
+        self._sources = sources
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Expand, then as the engine does."""
+        self.expand(layer)
+        super().process_weights_after_loading(layer)
+
+
+class FiresteelHead(_Expanded, UnquantizedEmbeddingMethod):
+    """A quantised `lm_head`."""
+
+    def __init__(self, model: Model, sources: Sequence[QuantizedSource | None]) -> None:
+        super().__init__()
+        self._model = model
+        self._sources = sources
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Expand, then as the engine does."""
+        self.expand(layer)
+        super().process_weights_after_loading(layer)
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """Refused: the config ties the head, the file has one of its own.
+
+        Raises
+            CheckpointError: always.
+        """
+        del layer, embed_tokens
+        raise CheckpointError(
+            "lm_head: quantised, but the config says tie_word_embeddings: true, "
+            "so that its weight is that of the embedding"
+        )
