@@ -28,12 +28,13 @@ from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.options import check_counts
-from firesteel.cli.planning import LayerSpec, make_specs, shape_choice
+from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, default_device, device_target
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.trellis.spec import LayerSpec
 from firesteel.moe.tuning_file import table_of_device
 
 __all__ = ["MoeRequest", "floor_us", "run"]
