@@ -106,6 +106,10 @@ class StoredWeights:
         scale = {"bf16": 2, "fp16": 2, "fp32": 4}.get(self.scale, 1)
         return BITS[self.element] / 8 + (scale + self.has_zero_points) / self.group_size
 
+    def matrix_bytes(self, n: int, k: int) -> float:
+        """Of a matrix `[n, k]` in memory, padding, bias and the scale of all of it left out."""
+        return n * k * self.bytes_per_weight
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:

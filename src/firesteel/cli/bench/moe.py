@@ -156,13 +156,9 @@ def _measure(
 
 def floor_us(spec: LayerSpec, num_tokens: int, experts_hit: float) -> float:
     """Microseconds in which no version can run: bytes over bandwidth, or operations over rate."""
-    total = 0.0
-    for stored, rows, k in (
-        (spec.w13, spec.num_parts * spec.intermediate_size, spec.hidden_size),
-        (spec.w2, spec.hidden_size, spec.intermediate_size),
-    ):
-        total += experts_hit * rows * k * stored.bytes_per_weight
-    total += 4 * num_tokens * spec.hidden_size
+    n, k = spec.intermediate_size, spec.hidden_size
+    expert = spec.num_parts * spec.w13.matrix_bytes(n, k) + spec.w2.matrix_bytes(k, n)
+    total = experts_hit * expert + 4 * num_tokens * k
     return max(total / BANDWIDTH, _operations(spec, num_tokens) / MATRIX_RATE) * 1e6
 
 

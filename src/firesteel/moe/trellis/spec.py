@@ -79,6 +79,10 @@ class StoredTrellis:
         """Of the words in memory; the mean of the rates."""
         return sum(self.rates) / len(self.rates) / 8
 
+    def matrix_bytes(self, n: int, k: int) -> float:
+        """Of a matrix `[n, k]` in memory, its words, `suh` and `svh`; padding and bias left out."""
+        return n * k * self.bytes_per_weight + 2 * (n + k)
+
     @property
     def title(self) -> str:
         """`exl3-3-mcg`, or `exl3-2,3-mcg-bias`."""
