@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -338,6 +339,30 @@ def test_bytes_may_be_read_as_any_element() -> None:
 def test_a_grid_that_the_driver_would_refuse_is_refused(grid: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"select\(0\): grid .*, must be three integers"):
         plan(one(launch_of(grid=grid)), 2)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("most", [0, 1, 6, 99])
+def test_the_most_tokens_that_grids_have_room_for_are_named(axis: int, most: int) -> None:
+    room = (2**31 - 1, 65535, 65535)[axis]
+
+    def chosen(num_tokens: int) -> tuple[Launch, ...]:
+        grid = [1, 1, 1]
+        grid[axis] = room + num_tokens - most
+        return (launch_of(), launch_of(grid=tuple(grid)))
+
+    counts: list[int] = []
+    spec = Drawn(lambda m: (counts.append(m), chosen(m))[1])
+    assert plan(spec, most).max_tokens == most
+    counts.clear()
+    grid = re.escape(str(chosen(most + 1)[1].grid))
+    message = (
+        f"max_tokens: got 100, must be at most {most}: one more takes a grid of {grid} of samp"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan(spec, 100)
+    # Not one after the other.
+    assert len(counts) < 10
 
 
 def test_too_many_launches_are_refused() -> None:

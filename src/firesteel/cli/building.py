@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
-from firesteel.cli.planning import PlanChoice, PlannedSpec, make_all_specs, make_plans
+from firesteel.cli.planning import PlanChoice, make_all_specs, make_plans
 from firesteel.launch import Plan
 from firesteel.launch.building import build_plans, checked_targets
 from firesteel.launch.store import Cache, check_out
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.trellis.linear import PlannedSpec
 from firesteel.moe.tuning_file import default_table, nearest_table
 from firesteel.settings import Settings
 

@@ -29,17 +29,15 @@ from firesteel.launch.binary import triton_version
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import GROUP_SIZES, NAMED_FORMATS, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
-from firesteel.moe.trellis.linear import TrellisLinearSpec
-from firesteel.moe.trellis.spec import TrellisMoeSpec, trellis_geometry
+from firesteel.moe.trellis.linear import PlannedSpec, TrellisLinearSpec
+from firesteel.moe.trellis.spec import LayerSpec, TrellisMoeSpec, trellis_geometry
 from firesteel.moe.trellis.supports import trellis_linear_spec_of, trellis_moe_spec_of, united
 from firesteel.moe.tuning import TileTable
 from firesteel.moe.tuning_file import default_table, find_table
 from firesteel.settings import Settings
 
 __all__ = [
-    "LayerSpec",
     "PlanChoice",
-    "PlannedSpec",
     "make_all_specs",
     "make_plans",
     "make_specs",
@@ -47,11 +45,6 @@ __all__ = [
     "run",
     "shape_choice",
 ]
-
-LayerSpec = MoeSpec | TrellisMoeSpec
-"""What can be planned of a layer of experts."""
-PlannedSpec = LayerSpec | TrellisLinearSpec
-"""What can be planned of a checkpoint."""
 
 _SHAPE = re.compile(r"(?P<model>.*?)(?:-tp(?P<tp>\d+))?", re.DOTALL)
 _IDS = {"int32": "i32", "int64": "i64"}
@@ -122,11 +115,10 @@ def make_plans(choice: PlanChoice, specs: Sequence[PlannedSpec]) -> tuple[Plan, 
         raise InvalidArgumentError(
             f"ids: got {choice.ids!r}, must be {' or '.join(_IDS)}, or both with a comma between"
         )
-    flags = {"ids": [_IDS[name] for name in dict.fromkeys(names)]}
+    ids = [_IDS[name] for name in dict.fromkeys(names)]
     return tuple(
-        plan(spec, spec.planned_tokens(max_tokens))
-        if isinstance(spec, TrellisLinearSpec)
-        else plan(spec, max_tokens, flags=flags)
+        # Linears have no ids.
+        plan(spec, spec.planned_tokens(max_tokens), flags=dict.fromkeys(spec.flags(), ids))
         for spec in specs
     )
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from firesteel.errors import InvalidArgumentError
+from firesteel.launch.spec import MAX_GRID
 
 __all__ = [
     "CALL",
@@ -56,7 +57,6 @@ _MAX_LAUNCHES = 16
 _MAX_PARAMS = 64
 _MAX_THREADS = 1024
 _MAX_FLAGS = 3
-_MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Program(NamedTuple):
@@ -190,7 +190,7 @@ def check_tables(index: array[int], rows: array[int], row_counts: Sequence[Seque
             )
         at = 1
         for count in counts:
-            for axis, high in enumerate(_MAX_GRID):
+            for axis, high in enumerate(MAX_GRID):
                 places = own + (at + axis)
                 _check_entries("rows", places, integers[places], 0, high)
             at += 3 + count

@@ -12,13 +12,26 @@ from firesteel.errors import InvalidArgumentError
 from firesteel.launch.kernel import Launch
 from firesteel.launch.key import DTYPES
 
-__all__ = ["ANY_SIZE", "NUM_TOKENS", "Flags", "Operand", "Region", "Spec", "all_flags"]
+__all__ = [
+    "ANY_SIZE",
+    "MAX_GRID",
+    "NUM_TOKENS",
+    "Flags",
+    "Operand",
+    "Region",
+    "Spec",
+    "all_flags",
+    "check_grids",
+]
 
 NUM_TOKENS = "M"
 """In an operand's shape: the token count of the call."""
 
 ANY_SIZE = "any"
 """The whole shape of an operand that is given once: as many elements as there are."""
+
+MAX_GRID = (2**31 - 1, 65535, 65535)
+"""Most programs along x, y and z."""
 
 Flags = tuple[tuple[str, str], ...]
 """What callers vary besides the token count, as sorted (name, value) pairs."""
@@ -151,3 +164,36 @@ def all_flags(allowed: Mapping[str, tuple[str, ...]]) -> Iterator[Flags]:
     names = sorted(allowed)
     for values in product(*(allowed[name] for name in names)):
         yield tuple(zip(names, values, strict=True))
+
+
+def check_grids(spec: Spec, max_tokens: int, flags: Flags) -> None:
+    """Refuse a largest call that needs more programs than a grid has.
+
+    Raises
+        InvalidArgumentError: it does; the message says how many tokens do not.
+    """
+    launch = _too_large(spec, max_tokens, flags)
+    # What does not fit without tokens depends on none.
+    if launch is None or _too_large(spec, 0, flags) is not None:
+        return
+    fits, fails = 0, max_tokens
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        found = _too_large(spec, middle, flags)
+        if found is None:
+            fits = middle
+        else:
+            fails, launch = middle, found
+    raise InvalidArgumentError(
+        f"max_tokens: got {max_tokens}, must be at most {fits}: one more takes a grid of "
+        f"{launch.grid} of {launch.key.name}, the largest is {MAX_GRID}"
+    )
+
+
+def _too_large(spec: Spec, num_tokens: int, flags: Flags) -> Launch | None:
+    """The first launch of a call whose grid is too large."""
+    for launch in spec.select(num_tokens, flags):
+        pairs = zip(launch.grid, MAX_GRID, strict=False)
+        if any(type(size) is int and size > most for size, most in pairs):
+            return launch
+    return None

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from firesteel.errors import InvalidArgumentError, NotPlannedError
 from firesteel.launch.kernel import Kernel, Launch, Stride
 from firesteel.launch.key import LaunchKey
-from firesteel.launch.spec import Flags, Operand, Spec, all_flags
+from firesteel.launch.spec import MAX_GRID, Flags, Operand, Spec, all_flags, check_grids
 from firesteel.launch.workspace import Workspace
 
 __all__ = [
@@ -37,7 +37,6 @@ MAX_LAUNCHES = 16
 """Most launches of one call; a launcher holds room for so many."""
 
 _MAX_TOKENS = 1 << 24
-_MAX_GRID = (2**31 - 1, 65535, 65535)
 # `bind` takes flags as keywords beside these.
 _TAKEN = ("self", "tensors", "arena")
 
@@ -217,8 +216,9 @@ def plan(spec: Spec, max_tokens: int, *, flags: Mapping[str, Sequence[str]] | No
         flags: plan only these values of these flags; the others in full.
 
     Raises
-        InvalidArgumentError: `max_tokens` or a flag is not allowed, or the spec breaks its
-            contract: launches name no tensor, or the workspace of a smaller count is larger.
+        InvalidArgumentError: `max_tokens` or a flag is not allowed, a call would need more programs
+            than a grid has, or the spec breaks its contract: launches name no tensor, or the
+            workspace of a smaller count is larger.
     """
     check_count("max_tokens", max_tokens, least=0, most=_MAX_TOKENS)
     allowed = _narrowed(spec, flags or {})
@@ -228,6 +228,7 @@ def plan(spec: Spec, max_tokens: int, *, flags: Mapping[str, Sequence[str]] | No
     tables: dict[Flags, Table] = {}
     for values in all_flags(allowed):
         builder = _Builder(spec, values, workspace)
+        check_grids(spec, max_tokens, values)
         for num_tokens in range(max_tokens + 1):
             for launch in builder.add(num_tokens):
                 keys.setdefault(launch.key)
@@ -347,7 +348,7 @@ class _Builder:
             if not _is_grid(launch.grid):
                 raise InvalidArgumentError(
                     f"select({num_tokens}): grid {launch.grid} of {launch.key.name}, "
-                    f"must be three integers from 0 to {', '.join(map(str, _MAX_GRID))}"
+                    f"must be three integers from 0 to {', '.join(map(str, MAX_GRID))}"
                 )
             row += launch.grid
             tensors = self._add_integers(launch, row)
@@ -430,7 +431,7 @@ def _is_grid(grid: tuple[object, ...]) -> bool:
     # A plan asks this of each launch at each count.
     if len(grid) != 3:
         return False
-    for size, most in zip(grid, _MAX_GRID, strict=True):
+    for size, most in zip(grid, MAX_GRID, strict=True):
         if type(size) is not int or not 0 <= size <= most:
             return False
     return True

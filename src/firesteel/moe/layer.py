@@ -10,35 +10,13 @@ from torch import Tensor
 from firesteel.errors import InvalidArgumentError
 from firesteel.formats.base import SCALE_DTYPES
 from firesteel.formats.packed import PackedWeights
-from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.launch import Arena, Bound, Ready
 from firesteel.launch.op import run_op
 from firesteel.moe.spec import ID_DTYPES
 
-__all__ = ["MoeLayer", "operand_tensors", "trellis_tensors"]
+__all__ = ["MoeLayer", "operand_tensors"]
 
 _IDS = dict(zip((torch.int32, torch.int64), ID_DTYPES, strict=True))
-
-
-def trellis_tensors(
-    w13: TrellisWeights,
-    w2: TrellisWeights,
-    *,
-    bias13: Tensor | None = None,
-    bias2: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """As `operand_tensors`, of EXL3; only the table of matrices is made here."""
-    found: dict[str, Tensor] = {}
-    for name, stack, bias in (("w13", w13, bias13), ("w2", w2, bias2)):
-        found |= {
-            f"{name}.words": stack.words,
-            f"{name}.matrices": stack.matrices,
-            f"{name}.suh": stack.suh.view(torch.float16),
-            f"{name}.svh": stack.svh.view(torch.float16),
-        }
-        if bias is not None:
-            found[f"{name}.bias"] = bias
-    return found
 
 
 def operand_tensors(

@@ -17,11 +17,13 @@ from firesteel.moe.tuning_file import default_table
 __all__ = [
     "GEOMETRIES",
     "ID_DTYPES",
+    "LAYER_DTYPES",
     "MAX_EXPERTS",
     "ROW_UNIT",
     "WITH_BIAS",
     "MoeSpec",
     "StoredWeights",
+    "check_dtype",
     "check_size",
     "check_weights",
     "geometry",
@@ -34,7 +36,8 @@ ROW_UNIT = 8
 """Elements of 16 bytes: how far apart rows of x and out lie is a multiple of it."""
 TILE_ROWS = 64
 MAX_EXPERTS = 2048
-_DTYPES = ("bf16", "fp16")
+LAYER_DTYPES = ("bf16", "fp16")
+"""Of activations and biases."""
 _SCALES = ("bf16", "fp16", "fp32")
 FP4_FORMATS = {"mxfp4": (32, "e8m0"), "nvfp4": (16, "e4m3")}
 """Elements of E2M1 codes: columns that share a scale, and the type of the scales."""
@@ -103,6 +106,10 @@ class StoredWeights:
         scale = {"bf16": 2, "fp16": 2, "fp32": 4}.get(self.scale, 1)
         return BITS[self.element] / 8 + (scale + self.has_zero_points) / self.group_size
 
+    def matrix_bytes(self, n: int, k: int) -> float:
+        """Of a matrix `[n, k]` in memory, padding, bias and the scale of all of it left out."""
+        return n * k * self.bytes_per_weight
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
@@ -161,10 +168,7 @@ class MoeSpec:
             )
         if self.wgmma and not has_gluon():
             raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")
-        if self.dtype not in _DTYPES:
-            raise UnsupportedError(
-                f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
-            )
+        check_dtype(self.dtype)
         if self.hidden_size % ROW_UNIT:
             raise UnsupportedError(
                 f"hidden_size: got {self.hidden_size}, must be a multiple of 8: rows of x and out "
@@ -234,6 +238,10 @@ class MoeSpec:
             intermediate_size=n // tensor_parallel,
             w2=replace(self.w2, group_size=group_size),
         )
+
+    def planned_tokens(self, max_tokens: int) -> int:
+        """Tokens that a plan should hold: as many as are asked for."""
+        return max_tokens
 
     def for_target(self, target: str) -> MoeSpec:
         """The same layer with what kernels for a target ("sm_90") may use."""
@@ -329,6 +337,16 @@ def _kind(stored: StoredWeights, dtype: str) -> str:
 def check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
         raise InvalidArgumentError(f"{name}: got {value!r}, must be a positive integer")
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuse a type that no layer's activations have.
+
+    Raises
+        UnsupportedError: it is one.
+    """
+    if dtype not in LAYER_DTYPES:
+        raise UnsupportedError(f"dtype: got {dtype!r}, must be one of {', '.join(LAYER_DTYPES)}")
 
 
 def check_weights(name: str, stored: StoredWeights, k: int) -> None:

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from firesteel.errors import UnsupportedError
 from firesteel.formats.base import Scheme
+from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
-from firesteel.moe.spec import MoeSpec, StoredWeights, check_weights
+from firesteel.moe.spec import LAYER_DTYPES, MoeSpec, StoredWeights, check_weights
 
-__all__ = ["RECIPES", "check_scale_range", "moe_spec_of"]
+__all__ = ["RECIPES", "check_scale_range", "dtype_name", "moe_spec_of"]
 
 RECIPES = (
     "int3 and int4 with -g32, -g64 or -g128, each also with -asym, mxfp4, nvfp4, nf3, and exl3 of "
@@ -21,7 +22,6 @@ RECIPES = (
 MAX_E8M0 = {"bf16": 160, "fp16": 128}
 """The largest MXFP4 scale byte whose weights are numbers in a kernel, by the layer's dtype."""
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _INTEGERS = ("bf16", "fp16", "fp32")
 _SCALES = {"int3": _INTEGERS, "int4": _INTEGERS, "e2m1": ("e8m0", "e4m3"), "nf3": ("e5m3",)}
 
@@ -50,8 +50,11 @@ def moe_spec_of(
         InvalidArgumentError: a size is not positive, or `top_k` is larger than the experts.
     """
     reasons: list[str] = []
-    if dtype not in _DTYPES:
-        reasons.append(f"dtype: got {dtype}, must be bfloat16 or float16")
+    name = ""
+    try:
+        name = dtype_name(dtype)
+    except UnsupportedError as error:
+        reasons.append(str(error))
     if hidden_size % 8:
         reasons.append(f"hidden_size: got {hidden_size}, must be a multiple of 8")
     up, down = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
@@ -64,11 +67,23 @@ def moe_spec_of(
         intermediate_size=intermediate_size,
         num_experts=num_experts,
         top_k=top_k,
-        dtype=_DTYPES[dtype],
+        dtype=name,
         w13=_stored(w13, has_bias),
         w2=_stored(w2, has_bias),
         activation=activation,
     )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that specs have for the type of a layer's activations.
+
+    Raises
+        UnsupportedError: kernels take no activations of this type.
+    """
+    names = {DTYPES[name]: name for name in LAYER_DTYPES}
+    if dtype not in names:
+        raise UnsupportedError(f"dtype: got {dtype}, must be bfloat16 or float16")
+    return names[dtype]
 
 
 def check_scale_range(spec: MoeSpec, *, w13: Tensor, w2: Tensor) -> None:

@@ -11,9 +11,11 @@ from firesteel.cli.bench.moe_inputs import random_call, random_weights
 from firesteel.cli.bench.moe_torch import dense_weights, layer_in_float64
 from firesteel.cli.options import counts_of
 from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.formats.trellis import TrellisCode
 from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
 from firesteel.moe.spec import MoeSpec, StoredWeights, geometry
+from firesteel.moe.trellis.spec import StoredTrellis, trellis_geometry
 from tests.moe.layers import random_layer
 
 CPU = torch.device("cpu")
@@ -37,6 +39,17 @@ def test_the_floor_counts_the_bytes_of_the_format(element: str, each: float) -> 
     spec = geometry("gpt-oss-120b", element=element)
     found = floor_us(spec, 1, 4) * BANDWIDTH / 1e6
     assert found == pytest.approx(4 * 3 * 2880 * 2880 * each + 4 * 2880)
+
+
+def test_the_floor_of_exl3_counts_the_scales_of_rows_and_columns() -> None:
+    spec = trellis_geometry("glm-5.2", TrellisCode(3.0, "mcg"), tensor_parallel=4)
+    found = floor_us(spec, 1, 8) * BANDWIDTH / 1e6
+    each = 6144 * 512 * 3 / 8 + 2 * (6144 + 512)
+    assert found == pytest.approx(8 * 3 * each + 4 * 6144)
+    # And each matrix its own rate, on average.
+    mixed = replace(spec, w2=StoredTrellis(rates=(2, 6)))
+    more = floor_us(mixed, 1, 8) * BANDWIDTH / 1e6 - found
+    assert more == pytest.approx(8 * 6144 * 512 / 8)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ from firesteel.moe.spec import ROW_UNIT
 from firesteel.moe.trellis.launches import TRELLIS_KERNELS
 from tests.moe.gluon_emulator import Block, run
 from tests.moe.kernels import ROUNDING, Routing, routings
+from tests.strategies import random_bits
 
 WARPS = (1, 2, 4, 8)
+BITS = tuple(range(1, 9))
+DTYPES_OF_ROWS = (torch.bfloat16, torch.float16, torch.float32)
 # 8 blocks and less, a few blocks and a part, one in part, and more than one program of one warp.
 COLUMNS = (40, 128, 192, 576, 1024, 1100)
 # Limits that values of about 1 reach.
@@ -140,6 +143,16 @@ def tables_of(routing: Routing, rows: int) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.int32) for name, value in tables.items()}
 
 
+def has_expert(routing: Routing) -> Tensor:
+    """Of each row whether it has a matrix, bool `[R]`."""
+    return torch.tensor([expert >= 0 for expert in routing.experts], dtype=torch.bool)
+
+
+def random_tiles(k: int, n: int, bits: int, generator: torch.Generator) -> Tensor:
+    """A matrix as stored."""
+    return random_bits((k // 16, n // 16, 16 * bits), torch.int16, generator)
+
+
 def kernel_words(tiles: Tensor) -> Tensor:
     """Stored tiles int16 `[K / 16, N / 16, 16 * bits]` as a kernel reads them: int32 words."""
     return words_of_tiles(tiles, TrellisCode(tiles.shape[2] / 16, "mcg")).flatten()
@@ -180,10 +193,23 @@ def scales(*shape: int, generator: torch.Generator) -> Tensor:
     return (signs * (0.5 + torch.rand(shape, generator=generator))).half()
 
 
-def products_of(partials: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of spans of K, in float64, and how far it may lie off when it is fp16."""
-    total = partials.double().sum(0)
-    lost = (len(partials) - 1) * ROUNDING * partials.double().abs().sum(0)
+@st.composite
+def products(draw: st.DrawFn, routing: Routing, width: int, generator: torch.Generator) -> Tensor:
+    """Of rows of so many columns, `[S, R, width]`: fp32 of spans of K, or one in fp16."""
+    spans = draw(st.sampled_from((0, 1, 2, 5)))
+    found = torch.randn(max(spans, 1), routing.num_routes, width, generator=generator)
+    found = found.half() if spans == 0 else found / spans**0.5
+    # No kernel may read these.
+    found[:, ~has_expert(routing)] = torch.nan
+    return found
+
+
+def sums_of(given: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of products in float64, and how far it may lie off when it is fp16."""
+    total = given.double().sum(0)
+    if given.dtype == torch.float16:
+        return total, torch.zeros_like(total)
+    lost = (len(given) - 1) * ROUNDING * given.double().abs().sum(0)
     return total, half_bound(total, lost)
 
 

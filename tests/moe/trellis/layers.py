@@ -13,8 +13,8 @@ from firesteel.formats.trellis import Codebook, TrellisCode
 from firesteel.formats.trellis_matrix import TrellisScheme, trellis_scheme
 from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.launch.key import DTYPES
-from firesteel.moe.layer import trellis_tensors
 from firesteel.moe.reference import moe_reference
+from firesteel.moe.trellis.layer import linear_tensors, trellis_tensors
 from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 from tests.strategies import random_trellis
@@ -93,17 +93,11 @@ def random_trellis_linear(
     generator = torch.Generator().manual_seed(seed)
     shape = (1, 1, spec.out_features, spec.in_features)
     stack, dense = _stack(spec.stored, shape, generator)
-    tensors = {
-        "w.words": stack.words,
-        "w.matrices": stack.matrices,
-        "w.suh": stack.suh.view(torch.float16),
-        "w.svh": stack.svh.view(torch.float16),
-    }
     bias = None
     if spec.stored.has_bias:
-        bias = torch.randn(spec.out_features, generator=generator).to(DTYPES[spec.dtype])
-        tensors["w.bias"] = bias.unsqueeze(0)
-    return tensors, dense[0], bias
+        bias = torch.randn(1, spec.out_features, generator=generator).to(DTYPES[spec.dtype])
+    tensors = linear_tensors(stack, bias=bias)
+    return tensors, dense[0], None if bias is None else bias[0]
 
 
 def _stack(

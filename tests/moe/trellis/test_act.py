@@ -18,23 +18,24 @@ from tests.moe.kernels import ROUNDING, Routing, activation_bound, activation_co
 from tests.moe.trellis.launches import (
     ACTIVATIONS,
     COLUMNS,
+    DTYPES_OF_ROWS,
     WARPS,
     bits_of,
     dense_routing,
     few_routings,
     generators,
     half_bound,
+    has_expert,
     is_untouched,
     launch,
     launch_on_nothing,
     padded,
     poisoned,
-    products_of,
+    products,
     rotated_bound,
     scales,
+    sums_of,
 )
-
-BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,7 @@ class Case:
     def bound(self, wanted: Tensor) -> Tensor:
         """Rows of no expert have one of no meaning."""
         experts = [max(0, expert) for expert in self.routing.experts]
-        terms, error = self.products[0].double(), torch.zeros(self.products.shape[1:]).double()
-        if self.products.dtype == torch.float32:
-            terms, error = products_of(self.products)
+        terms, error = sums_of(self.products)
         # Of gate and up, columns 0..n of each.
         svh = self.svh[experts].double()
         parts = (self.num_parts, -1)
@@ -121,20 +120,16 @@ def cases(draw: st.DrawFn, activations: tuple[Activation, ...] = ACTIVATIONS) ->
     routing, _ = draw(few_routings())
     num_experts, num_parts = routing.num_experts, 2 if activation.is_gated else 1
     width = num_parts * padded(n)
-    spans = draw(st.sampled_from((0, 1, 2, 5)))
-    products = torch.randn(max(spans, 1), routing.num_routes, width, generator=generator)
-    products = products.half() if spans == 0 else products / spans**0.5
-    # No kernel may read these.
-    products[:, [expert < 0 for expert in routing.experts]] = torch.nan
+    given = draw(products(routing, width, generator))
     svh = scales(num_experts, num_parts, padded(n), generator=generator)
     suh = scales(num_experts, 1, padded(n), generator=generator)
     svh[..., n:] = suh[..., n:] = torch.nan
     bias = None
     if draw(st.booleans()):
         bias = torch.randn(num_experts, num_parts * n, generator=generator)
-        bias = bias.to(draw(st.sampled_from(BIAS_DTYPES)))
+        bias = bias.to(draw(st.sampled_from(DTYPES_OF_ROWS)))
     return Case(
-        *(products, svh, suh, bias, routing, n, activation), warps=draw(st.sampled_from(WARPS))
+        *(given, svh, suh, bias, routing, n, activation), warps=draw(st.sampled_from(WARPS))
     )
 
 
@@ -142,28 +137,27 @@ def cases(draw: st.DrawFn, activations: tuple[Activation, ...] = ACTIVATIONS) ->
 def test_rows_are_the_oracle_s(case: Case) -> None:
     hidden = case.run()
     wanted = case.reference()
-    has_expert = torch.tensor([expert >= 0 for expert in case.routing.experts], dtype=torch.bool)
-    assert is_untouched(hidden[~has_expert])
+    is_held = has_expert(case.routing)
+    assert is_untouched(hidden[~is_held])
     error = (hidden.double() - wanted).abs()
-    assert (error <= case.bound(wanted))[has_expert].all()
+    assert (error <= case.bound(wanted))[is_held].all()
 
 
 @given(case=cases((Activation(name="relu2"),)))
 def test_it_rounds_where_it_says_so(case: Case) -> None:
     # Products whose sums are exact, so that all up to the last sums can be told to the last bit.
     case = replace(case, products=(2 * case.products).round(), svh=case.svh.sign())
-    experts = [max(0, expert) for expert in case.routing.experts]
-    has_expert = torch.tensor([expert >= 0 for expert in case.routing.experts], dtype=torch.bool)
+    experts, is_held = [max(0, expert) for expert in case.routing.experts], has_expert(case.routing)
     sums = (hadamard128(case.products.double().sum(0)) * 128**0.5).round().float()
     y = (sums * 0.08838834764831845)[:, : case.n] * case.svh[experts, 0, : case.n].float()
     if case.bias is not None:
         y = y + case.bias[experts].float()
     scaled = (y.clamp(min=0).square() * case.suh[experts, 0, : case.n].float()).half()
-    scaled = torch.nn.functional.pad(scaled, (0, padded(case.n) - case.n))[has_expert].double()
+    scaled = torch.nn.functional.pad(scaled, (0, padded(case.n) - case.n))[is_held].double()
     ones = torch.ones(1, 1, padded(case.n))
     wanted = rotate_reference(scaled, ones, dense_routing(len(scaled)).topk_ids)[:, 0]
     bound = half_bound(wanted, rotated_bound(scaled, torch.zeros_like(scaled)))
-    assert ((case.run()[has_expert].double() - wanted).abs() <= bound).all()
+    assert ((case.run()[is_held].double() - wanted).abs() <= bound).all()
 
 
 @given(case=cases())

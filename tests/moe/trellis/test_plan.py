@@ -157,6 +157,23 @@ def test_grids_cover_every_route_row_and_column(spec: TrellisMoeSpec, num_tokens
     assert call.finish.grid[1] * 1024 >= spec.hidden_size
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"), [({"wgmma": False}, 16), ({"batch_invariant": True}, 8)]
+)
+def test_more_tokens_than_a_grid_has_tiles_are_refused_at_once(
+    changes: dict[str, bool], rows: int
+) -> None:
+    spec = replace(GLM, **changes)
+    # Tiles of which every expert's last one may hold a single route.
+    most = (65535 * rows - spec.num_experts * (rows - 1)) // spec.top_k
+    message = (
+        rf"max_tokens: got 1000000, must be at most {most}: one more takes a grid of "
+        r"\(\d+, 65536, 1\) of trellis_stream_kernel, the largest is \(2147483647, 65535, 65535\)"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan(spec, 1_000_000)
+
+
 @given(spec=specs(), num_tokens=st.integers(1, 1000))
 def test_what_a_launch_writes_the_next_one_reads(spec: TrellisMoeSpec, num_tokens: int) -> None:
     call = Call(spec, num_tokens)

@@ -19,30 +19,28 @@ from firesteel.moe.trellis.reference import (
 )
 from tests.moe.kernels import ROUNDING, Routing, routings
 from tests.moe.trellis.launches import (
+    BITS,
     bits_of,
     dense_routing,
     generators,
     half_bound,
+    has_expert,
     in_memory,
     is_untouched,
     kernel_words,
     launch,
     launch_on_nothing,
     poisoned,
+    random_tiles,
     tables_of,
 )
-from tests.strategies import CODEBOOKS, random_bits
+from tests.strategies import CODEBOOKS
 
-BITS = tuple(range(1, 9))
 # K, N, rows of a program in 128s, spans of K.
 CUTS = (
     *((128, 128, 1, 1), (256, 128, 1, 1), (256, 128, 1, 2), (384, 128, 1, 3), (128, 256, 1, 1)),
     *((128, 256, 2, 1), (256, 256, 2, 1), (384, 256, 1, 1), (128, 384, 3, 1), (512, 128, 1, 2)),
 )
-
-
-def random_tiles(k: int, n: int, bits: int, generator: torch.Generator) -> Tensor:
-    return random_bits((k // 16, n // 16, 16 * bits), torch.int16, generator)
 
 
 @dataclass(frozen=True)
@@ -101,20 +99,18 @@ class Case:
 
         No number is above 4, and a sum is rounded once a product of 16 of them.
         """
-        has_expert = torch.tensor(
-            [expert >= 0 for expert in self.routing.experts], dtype=torch.bool
-        )
-        assert is_untouched(out[~has_expert])
+        is_held = has_expert(self.routing)
+        assert is_untouched(out[~is_held])
         wanted = product_reference(
             x, self.matrices, self.codebook, self.routing.topk_ids,
             expert_map=self.routing.expert_map,
-        )[has_expert]  # fmt: skip
+        )[is_held]  # fmt: skip
         turns = x.shape[2] // (16 if self.codebook == "mul1" else 8)
-        sums = 4 * x[has_expert].double().abs().sum(-1, keepdim=True)
+        sums = 4 * x[is_held].double().abs().sum(-1, keepdim=True)
         bound = (turns * ROUNDING * sums).expand_as(wanted)
         if out.dtype == torch.float16:
             bound = half_bound(wanted, bound)
-        assert ((out[has_expert].double() - wanted).abs() <= bound).all()
+        assert ((out[is_held].double() - wanted).abs() <= bound).all()
 
 
 @st.composite
@@ -139,7 +135,7 @@ def cases(draw: st.DrawFn, mode: str | None = None, num_splits: int | None = Non
     )
     x = torch.randn(routing.num_routes, num_parts, k, generator=generator).half()
     # No kernel may read these.
-    x[[expert < 0 for expert in routing.experts]] = torch.nan
+    x[~has_expert(routing)] = torch.nan
     return Case(
         x=x,
         matrices=matrices,

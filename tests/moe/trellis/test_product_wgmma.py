@@ -16,27 +16,25 @@ from firesteel.moe.trellis.reference import in_operand_order
 from tests.moe.gluon_emulator import Block
 from tests.moe.kernels import ROUNDING, Routing
 from tests.moe.trellis.launches import (
+    BITS,
     bits_of,
     dense_routing,
     generators,
     half_bound,
+    has_expert,
     in_memory,
     is_untouched,
     launch,
     launch_on_nothing,
     poisoned,
+    random_tiles,
     tables_of,
 )
-from tests.strategies import CODEBOOKS, random_bits
+from tests.strategies import CODEBOOKS
 
-BITS = tuple(range(1, 9))
 ALL_RATES = 0b111111110
 # Of experts, so that full tiles and tiles of every size and its ends are multiplied.
 COUNTS = {32: (1, 33, 70), 64: (32, 33, 64, 97), 128: (20, 64, 65, 96, 97, 131)}
-
-
-def random_tiles(k: int, n: int, bits: int, generator: torch.Generator) -> Tensor:
-    return random_bits((k // 16, n // 16, 16 * bits), torch.int16, generator)
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ class Case:
         No number is above 4, and the emulator rounds a sum once a product of 32 columns.
         """
         out = self.run()
-        for route, expert in enumerate(self.routing.experts):
-            if expert < 0:
-                assert is_untouched(out[route])
+        assert is_untouched(out[~has_expert(self.routing)])
         for expert, parts in enumerate(self.matrices):
             routes = [at for at, owner in enumerate(self.routing.experts) if owner == expert]
             for part, tiles in enumerate(parts):
@@ -132,7 +128,7 @@ def case_of(
     )
     x = torch.randn(routing.num_routes, num_parts, k, generator=generator).half()
     # No kernel may read these.
-    x[[expert < 0 for expert in routing.experts]] = torch.nan
+    x[~has_expert(routing)] = torch.nan
     return Case(x, matrices, codebook, routing, is_packed, span=span)
 
 

@@ -28,12 +28,13 @@ from firesteel.cli.bench.records import context, progress, writer
 from firesteel.cli.bench.timing import graph_us, host_ns
 from firesteel.cli.console import stdout, table
 from firesteel.cli.options import check_counts
-from firesteel.cli.planning import LayerSpec, make_specs, shape_choice
+from firesteel.cli.planning import make_specs, shape_choice
 from firesteel.device import checked_device, default_device, device_target
 from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.launch import plan, prewarm
 from firesteel.moe.layer import MoeLayer
 from firesteel.moe.spec import MoeSpec
+from firesteel.moe.trellis.spec import LayerSpec
 from firesteel.moe.tuning_file import table_of_device
 
 __all__ = ["MoeRequest", "floor_us", "run"]
@@ -155,13 +156,9 @@ def _measure(
 
 def floor_us(spec: LayerSpec, num_tokens: int, experts_hit: float) -> float:
     """Microseconds in which no version can run: bytes over bandwidth, or operations over rate."""
-    total = 0.0
-    for stored, rows, k in (
-        (spec.w13, spec.num_parts * spec.intermediate_size, spec.hidden_size),
-        (spec.w2, spec.hidden_size, spec.intermediate_size),
-    ):
-        total += experts_hit * rows * k * stored.bytes_per_weight
-    total += 4 * num_tokens * spec.hidden_size
+    n, k = spec.intermediate_size, spec.hidden_size
+    expert = spec.num_parts * spec.w13.matrix_bytes(n, k) + spec.w2.matrix_bytes(k, n)
+    total = experts_hit * expert + 4 * num_tokens * k
     return max(total / BANDWIDTH, _operations(spec, num_tokens) / MATRIX_RATE) * 1e6
 
 

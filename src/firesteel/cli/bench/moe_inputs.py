@@ -9,8 +9,8 @@ from torch import Tensor
 
 from firesteel.formats.trellis_weights import MATRIX_UNIT
 from firesteel.launch.key import DTYPES
-from firesteel.moe.spec import BITS, MoeSpec
-from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
+from firesteel.moe.spec import BITS
+from firesteel.moe.trellis.spec import LayerSpec, StoredTrellis, TrellisMoeSpec
 
 __all__ = ["Call", "random_call", "random_weights", "routings_of"]
 
@@ -39,9 +39,7 @@ class Call:
         return (x, ids, weights, out)
 
 
-def random_weights(
-    spec: MoeSpec | TrellisMoeSpec, device: torch.device, seed: int = 0
-) -> dict[str, Tensor]:
+def random_weights(spec: LayerSpec, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
     """A tensor for each operand that a layer keeps: uniform codes, scales of a trained spread.
 
     A group of MXFP4 has a scale of 2**-9 to 2**-7, one of NVFP4 1 to 2 times the matrix's 2**-8,
@@ -126,7 +124,7 @@ def routings_of(num_tokens: int) -> int:
 
 
 def random_call(
-    spec: MoeSpec | TrellisMoeSpec,
+    spec: LayerSpec,
     num_tokens: int,
     device: torch.device,
     *,

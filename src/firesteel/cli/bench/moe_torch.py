@@ -15,7 +15,7 @@ from firesteel.formats.trellis_matrix import trellis_scheme
 from firesteel.formats.trellis_weights import MATRIX_UNIT, tiles_of_words
 from firesteel.launch.key import DTYPES
 from firesteel.moe.spec import BITS, NAMED_FORMATS, MoeSpec
-from firesteel.moe.trellis.spec import TrellisMoeSpec
+from firesteel.moe.trellis.spec import LayerSpec, TrellisMoeSpec
 
 __all__ = [
     "MAX_ERROR",
@@ -30,9 +30,6 @@ MAX_ERROR = 0.02
 """`relative_error` that a right layer keeps below: several times what rounding to bf16 gives."""
 
 _CHECKED_TOKENS = 4
-
-
-LayerSpec = MoeSpec | TrellisMoeSpec
 
 
 def _expand(spec: LayerSpec, weights: dict[str, Tensor], name: str, expert: int) -> Tensor:

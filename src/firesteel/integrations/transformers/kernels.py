@@ -19,12 +19,11 @@ from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.launch import Arena, Ready, plan, prewarm
-from firesteel.moe.layer import MoeLayer, operand_tensors, trellis_tensors
-from firesteel.moe.spec import MoeSpec
+from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.supports import check_scale_range, moe_spec_of
-from firesteel.moe.trellis.layer import TrellisLinear, linear_tensors
-from firesteel.moe.trellis.linear import TrellisLinearSpec
-from firesteel.moe.trellis.spec import TrellisMoeSpec
+from firesteel.moe.trellis.layer import TrellisLinear, linear_tensors, trellis_tensors
+from firesteel.moe.trellis.linear import PlannedSpec, TrellisLinearSpec
+from firesteel.moe.trellis.spec import LayerSpec, TrellisMoeSpec
 from firesteel.moe.trellis.supports import (
     trellis_linear_spec_of,
     trellis_moe_spec_of,
@@ -37,11 +36,10 @@ __all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
 
 log = logging.getLogger(__name__)
 
-LayerSpec = MoeSpec | TrellisMoeSpec | TrellisLinearSpec
 Layer = Callable[..., Tensor]
 """A `MoeLayer` or a `TrellisLinear`."""
 
-Planned = tuple[LayerSpec, torch.device]
+Planned = tuple[PlannedSpec, torch.device]
 
 MANY_STREAMS = 4
 """Streams with an arena each that need no explaining."""
@@ -203,7 +201,7 @@ def attach_kernels(
     for key in dict.fromkeys(key for _, key in wanted):
         spec, device = key
         ready[key] = prewarm(
-            plan(spec, _planned_tokens(spec, settings)),
+            plan(spec, spec.planned_tokens(settings.max_tokens)),
             device=device,
             settings=settings,
             show_progress=sys.stderr.isatty(),
@@ -227,19 +225,12 @@ def attach_kernels(
     return report
 
 
-def _planned_tokens(spec: LayerSpec, settings: Settings) -> int:
-    """Largest call of a layer's plan."""
-    if isinstance(spec, TrellisLinearSpec):
-        return spec.planned_tokens(settings.max_tokens)
-    return settings.max_tokens
-
-
 def _sharing_plans(
     wanted: Sequence[tuple[PackedExperts | PackedLinear, Planned]],
 ) -> list[tuple[PackedExperts | PackedLinear, Planned]]:
     """The same, of EXL3 one spec for all that differ in their rates alone."""
     specs = [spec for _, (spec, _) in wanted]
-    same: dict[LayerSpec, LayerSpec] = {
+    same: dict[PlannedSpec, PlannedSpec] = {
         **united([spec for spec in specs if isinstance(spec, TrellisMoeSpec)]),
         **united([spec for spec in specs if isinstance(spec, TrellisLinearSpec)]),
     }

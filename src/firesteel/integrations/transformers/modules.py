@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,44 @@ def _expert_stack(schemes: Sequence[Scheme], num_parts: int) -> WeightStack:
     return _OwnedWeights(schemes[0], num_experts, num_parts)
 
 
-class PackedExperts(_Watched):
+class _WithKernels(_Watched):
+    """A module whose stacks kernels may read: they stay bound to the tensors that they were given.
+
+    So it goes back to the PyTorch path when those are moved, converted or replaced; once its stacks
+    are in place it calls `_watch`.
+
+    Fields
+        kernels  what runs it; None on the PyTorch path
+        DROPPED  what is warned of where it goes back to that
+    """
+
+    DROPPED: ClassVar[str]
+    kernels: Callable[..., Tensor] | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = None
+
+    def _watch(self) -> None:
+        for stack in self.children():
+            if isinstance(stack, _Owned):
+                stack.watch(self)
+
+    def drop_kernels(self) -> None:
+        if self.kernels is not None:
+            self.kernels = None
+            log.warning(self.DROPPED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the kernels, which belong to this process and device."""
+        return {**self.__dict__, "kernels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch()
+
+
+class PackedExperts(_WithKernels):
     """The experts of one layer, packed; called as transformers calls its own experts modules.
 
     Args:
@@ -97,6 +134,7 @@ class PackedExperts(_Watched):
         bias_dtype: type of the biases; None where the family has none.
     """
 
+    DROPPED = "experts were moved, converted or replaced: they run on the PyTorch path from here"
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
@@ -114,7 +152,6 @@ class PackedExperts(_Watched):
         self.hidden_dim = geometry.hidden_size
         self.intermediate_dim = geometry.intermediate_size
         self.activation = activation
-        self.kernels: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.gate_up: WeightStack = _expert_stack(schemes[0], num_parts=2)
         self.down: WeightStack = _expert_stack(schemes[1], num_parts=1)
         self._watch()
@@ -146,27 +183,6 @@ class PackedExperts(_Watched):
             )
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
-    def _watch(self) -> None:
-        for stack in (self.gate_up, self.down):
-            if isinstance(stack, _Owned):
-                stack.watch(self)
-
-    def drop_kernels(self) -> None:
-        """Go back to the PyTorch path: kernels stay bound to the tensors that they were given."""
-        if self.kernels is not None:
-            self.kernels = None
-            log.warning(
-                "experts were moved, converted or replaced: they run on the PyTorch path from here"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the kernels, which belong to this process and device."""
-        return {**self.__dict__, "kernels": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._watch()
-
     def moe_weights(self) -> MoeWeights:
         """The layer as a backend reads it."""
         return MoeWeights(
@@ -178,7 +194,7 @@ class PackedExperts(_Watched):
         )
 
 
-class PackedLinear(_Watched):
+class PackedLinear(_WithKernels):
     """A quantised `nn.Linear`: the weight is packed, and expanded at each call or read by kernels.
 
     Kernels take calls in `dtype` that want no gradient (`attach_kernels`); the first one in another
@@ -190,12 +206,13 @@ class PackedLinear(_Watched):
         dtype: of `weight`, the expanded matrix.
     """
 
+    DROPPED = "a linear was moved, converted or replaced: it runs on the PyTorch path from here"
+
     def __init__(self, scheme: Scheme, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features = scheme.k
         self.out_features = scheme.n
         self.dtype = dtype
-        self.kernels: Callable[[Tensor], Tensor] | None = None
         self._has_warned = False
         self.packed: WeightStack = (
             _OwnedTrellis([scheme], num_matrices=1)
@@ -210,26 +227,6 @@ class PackedLinear(_Watched):
     def weight(self) -> Tensor:
         """The matrix `[out_features, in_features]`, expanded anew at each access."""
         return self.packed.read(0, 0).dequantize(self.packed.scheme, self.dtype)
-
-    def _watch(self) -> None:
-        if isinstance(self.packed, _Owned):
-            self.packed.watch(self)
-
-    def drop_kernels(self) -> None:
-        """As that of `PackedExperts`."""
-        if self.kernels is not None:
-            self.kernels = None
-            log.warning(
-                "a linear was moved, converted or replaced: it runs on the PyTorch path from here"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the kernels, which belong to this process and device."""
-        return {**self.__dict__, "kernels": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._watch()
 
     def forward(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`, `[..., out_features]` in x's dtype."""

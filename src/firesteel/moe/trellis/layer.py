@@ -1,4 +1,4 @@
-"""`TrellisLinear`: one EXL3 linear's weights bound to the kernels of a plan."""
+"""`TrellisLinear`: one EXL3 linear's weights bound to the kernels of a plan; a layer's tensors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,35 @@ from firesteel.launch import Arena, Ready
 from firesteel.launch.op import run_op
 from firesteel.moe.trellis.linear import TrellisLinearSpec
 
-__all__ = ["TrellisLinear", "linear_tensors"]
+__all__ = ["TrellisLinear", "linear_tensors", "trellis_tensors"]
 
 
-def linear_tensors(weights: TrellisWeights) -> dict[str, Tensor]:
-    """The tensors of a linear that `Ready.bind` wants, by name, but its bias; nothing is copied."""
-    return {
-        "w.words": weights.words,
-        "w.matrices": weights.matrices,
-        "w.suh": weights.suh.view(torch.float16),
-        "w.svh": weights.svh.view(torch.float16),
+def trellis_tensors(
+    w13: TrellisWeights,
+    w2: TrellisWeights,
+    *,
+    bias13: Tensor | None = None,
+    bias2: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """As `firesteel.moe.layer.operand_tensors`; only the tables of matrices are made here."""
+    return {**_stack_tensors("w13", w13, bias13), **_stack_tensors("w2", w2, bias2)}
+
+
+def linear_tensors(weights: TrellisWeights, *, bias: Tensor | None = None) -> dict[str, Tensor]:
+    """As `trellis_tensors`, of a linear; bias `[1, out_features]`."""
+    return _stack_tensors("w", weights, bias)
+
+
+def _stack_tensors(name: str, stack: TrellisWeights, bias: Tensor | None) -> dict[str, Tensor]:
+    found = {
+        f"{name}.words": stack.words,
+        f"{name}.matrices": stack.matrices,
+        f"{name}.suh": stack.suh.view(torch.float16),
+        f"{name}.svh": stack.svh.view(torch.float16),
     }
+    if bias is not None:
+        found[f"{name}.bias"] = bias
+    return found
 
 
 class TrellisLinear:
@@ -30,7 +48,7 @@ class TrellisLinear:
 
     Args:
         ready: a prewarmed plan of the linear's `TrellisLinearSpec`.
-        tensors: as `linear_tensors` gives them, with `w.bias` where the spec has one.
+        tensors: as `linear_tensors` gives them, with a bias where the spec has one.
         arena: workspace, shared with what runs before and after on the same stream.
 
     Raises

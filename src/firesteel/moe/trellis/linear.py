@@ -10,8 +10,9 @@ from firesteel.errors import UnsupportedError
 from firesteel.formats.trellis_matrix import padded
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
 from firesteel.launch.binary import supports_dependent_launch, supports_wgmma
-from firesteel.moe.spec import ROW_UNIT, check_size
+from firesteel.moe.spec import ROW_UNIT, check_dtype, check_size
 from firesteel.moe.trellis.spec import (
+    LayerSpec,
     StoredTrellis,
     check_gluon,
     check_kind,
@@ -19,9 +20,7 @@ from firesteel.moe.trellis.spec import (
     trellis_operands,
 )
 
-__all__ = ["TrellisLinearSpec"]
-
-_DTYPES = ("bf16", "fp16")
+__all__ = ["PlannedSpec", "TrellisLinearSpec"]
 
 MOST_NUMBERS = 1 << 25
 """Numbers of rows of x and products that the calls of one plan may have between launches."""
@@ -57,10 +56,7 @@ class TrellisLinearSpec:
             if value % ROW_UNIT:
                 raise UnsupportedError(f"{name}: got {value}, must be a multiple of {ROW_UNIT}")
         check_matrix(padded(self.in_features), padded(self.out_features))
-        if self.dtype not in _DTYPES:
-            raise UnsupportedError(
-                f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
-            )
+        check_dtype(self.dtype)
 
     @property
     def title(self) -> str:
@@ -121,3 +117,7 @@ class TrellisLinearSpec:
         """Every field, for JSON."""
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**found, "stored": asdict(self.stored)}
+
+
+PlannedSpec = LayerSpec | TrellisLinearSpec
+"""What can be planned of a checkpoint."""

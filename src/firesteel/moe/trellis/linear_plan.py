@@ -14,7 +14,14 @@ from firesteel.errors import InvalidArgumentError
 from firesteel.formats.trellis_matrix import padded
 from firesteel.launch import Launch, Region
 from firesteel.moe.trellis.launches import Experts, Matrices, finish, product, rotate
-from firesteel.moe.trellis.tiles import STREAM_ROWS, Cut, cut_of, few_spans, tile_rows
+from firesteel.moe.trellis.tiles import (
+    STREAM_ROWS,
+    Cut,
+    cut_of,
+    few_spans,
+    rows_of_sums,
+    tile_rows,
+)
 
 if TYPE_CHECKING:
     from firesteel.moe.trellis.linear import TrellisLinearSpec
@@ -47,11 +54,8 @@ def _cut(spec: TrellisLinearSpec, num_tokens: int) -> Cut:
 @lru_cache(maxsize=64)
 def _partials(spec: TrellisLinearSpec) -> tuple[int, ...]:
     """Rows of the sums that calls of 0, 1, 2, ... rows leave to `finish`; the last: of more."""
-    found = [0]
-    for count in range(1, STREAM_ROWS * FEW_PROGRAMS + 1):
-        spans = _cut(spec, count).split_k
-        found.append(max(found[-1], spans * count * (spans > 1)))
-    return tuple(found)
+    counts = range(1, STREAM_ROWS * FEW_PROGRAMS + 1)
+    return rows_of_sums((count, _cut(spec, count)) for count in counts)
 
 
 def workspace(spec: TrellisLinearSpec, num_tokens: int) -> tuple[Region, ...]:

@@ -17,7 +17,15 @@ from firesteel.errors import InvalidArgumentError
 from firesteel.launch import Flags, Launch, Region
 from firesteel.moe.plan import CHUNK_R, MAX_HISTOGRAM, is_direct, num_blocks, route
 from firesteel.moe.trellis.launches import Experts, Matrices, act, finish, product, rotate
-from firesteel.moe.trellis.tiles import FEW_ROWS, Cut, cut_of, few_spans, hit_experts, tile_rows
+from firesteel.moe.trellis.tiles import (
+    FEW_ROWS,
+    Cut,
+    cut_of,
+    few_spans,
+    hit_experts,
+    rows_of_sums,
+    tile_rows,
+)
 
 if TYPE_CHECKING:
     from firesteel.moe.trellis.spec import TrellisMoeSpec
@@ -67,12 +75,10 @@ def _second_cut(spec: TrellisMoeSpec, routes: int) -> Cut:
 @lru_cache(maxsize=64)
 def _partials(spec: TrellisMoeSpec) -> tuple[int, ...]:
     """Rows of the sums that calls of up to 0, 1, 2, ... tokens leave to `act`; last: of more."""
-    found = [0]
     # Of more rows an expert tiles are larger, and never split.
-    for count in range(1, FEW_ROWS * spec.num_experts // spec.top_k + 2):
-        spans = _first_cut(spec, count * spec.top_k).split_k
-        found.append(max(found[-1], spans * count * spec.top_k * (spans > 1)))
-    return tuple(found)
+    counts = range(1, FEW_ROWS * spec.num_experts // spec.top_k + 2)
+    routes = (count * spec.top_k for count in counts)
+    return rows_of_sums((each, _first_cut(spec, each)) for each in routes)
 
 
 def workspace(spec: TrellisMoeSpec, num_tokens: int) -> tuple[Region, ...]:

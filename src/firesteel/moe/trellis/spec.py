@@ -18,12 +18,15 @@ from firesteel.moe.spec import (
     MAX_EXPERTS,
     ROW_UNIT,
     WITH_BIAS,
+    MoeSpec,
+    check_dtype,
     check_size,
 )
 
 __all__ = [
     "CODEBOOKS",
     "RATES",
+    "LayerSpec",
     "StoredTrellis",
     "TrellisMoeSpec",
     "check_gluon",
@@ -36,7 +39,6 @@ __all__ = [
 RATES = range(1, 9)
 """Bits a weight that kernels read."""
 CODEBOOKS = ("mcg", "3inst", "mul1")
-_DTYPES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,10 @@ class StoredTrellis:
     def bytes_per_weight(self) -> float:
         """Of the words in memory; the mean of the rates."""
         return sum(self.rates) / len(self.rates) / 8
+
+    def matrix_bytes(self, n: int, k: int) -> float:
+        """Of a matrix `[n, k]` in memory, its words, `suh` and `svh`; padding and bias left out."""
+        return n * k * self.bytes_per_weight + 2 * (n + k)
 
     @property
     def title(self) -> str:
@@ -127,10 +133,7 @@ class TrellisMoeSpec:
             raise UnsupportedError(
                 f"num_experts: got {self.num_experts}, must be at most {MAX_EXPERTS}"
             )
-        if self.dtype not in _DTYPES:
-            raise UnsupportedError(
-                f"dtype: got {self.dtype!r}, must be one of {', '.join(_DTYPES)}"
-            )
+        check_dtype(self.dtype)
         if self.hidden_size % ROW_UNIT:
             raise UnsupportedError(
                 f"hidden_size: got {self.hidden_size}, must be a multiple of {ROW_UNIT}"
@@ -180,6 +183,10 @@ class TrellisMoeSpec:
             )
         return replace(self, intermediate_size=n // tensor_parallel)
 
+    def planned_tokens(self, max_tokens: int) -> int:
+        """Tokens that a plan should hold: as many as are asked for."""
+        return max_tokens
+
     def for_target(self, target: str) -> TrellisMoeSpec:
         """The same layer with what kernels for a target ("sm_90") may use."""
         return replace(self, pdl=supports_dependent_launch(target), wgmma=supports_wgmma(target))
@@ -227,6 +234,10 @@ class TrellisMoeSpec:
         for name in ("w13", "w2", "activation"):
             found[name] = asdict(found[name])
         return found
+
+
+LayerSpec = MoeSpec | TrellisMoeSpec
+"""What can be planned of a layer of experts."""
 
 
 def trellis_geometry(name: str, code: TrellisCode, *, tensor_parallel: int = 1) -> TrellisMoeSpec:

@@ -10,8 +10,8 @@ import torch
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.formats.trellis_matrix import TrellisScheme
-from firesteel.launch.key import DTYPES
 from firesteel.moe.activation import Activation
+from firesteel.moe.supports import dtype_name
 from firesteel.moe.trellis.linear import TrellisLinearSpec
 from firesteel.moe.trellis.spec import StoredTrellis, TrellisMoeSpec
 
@@ -64,15 +64,12 @@ def trellis_moe_spec_of(
         UnsupportedError: no kernel reads it.
         InvalidArgumentError: a size is not positive, or `top_k` is larger than the experts.
     """
-    names = {DTYPES[name]: name for name in ("bf16", "fp16")}
-    if dtype not in names:
-        raise UnsupportedError(f"dtype: got {dtype}, must be bfloat16 or float16")
     return TrellisMoeSpec(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_experts=num_experts,
         top_k=top_k,
-        dtype=names[dtype],
+        dtype=dtype_name(dtype),
         w13=stored_of(w13, has_bias=has_bias),
         w2=stored_of(w2, has_bias=has_bias),
         activation=activation,
@@ -85,13 +82,10 @@ def trellis_linear_spec_of(scheme: TrellisScheme, *, dtype: torch.dtype) -> Trel
     Raises
         UnsupportedError: no kernel reads it.
     """
-    names = {DTYPES[name]: name for name in ("bf16", "fp16")}
-    if dtype not in names:
-        raise UnsupportedError(f"dtype: got {dtype}, must be bfloat16 or float16")
     return TrellisLinearSpec(
         in_features=scheme.k,
         out_features=scheme.n,
-        dtype=names[dtype],
+        dtype=dtype_name(dtype),
         stored=stored_of((scheme,), has_bias=False),
     )
 

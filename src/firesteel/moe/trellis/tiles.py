@@ -8,10 +8,20 @@ the same cuts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd
 from typing import NamedTuple
 
-__all__ = ["FEW_ROWS", "STREAM_ROWS", "Cut", "cut_of", "few_spans", "hit_experts", "tile_rows"]
+__all__ = [
+    "FEW_ROWS",
+    "STREAM_ROWS",
+    "Cut",
+    "cut_of",
+    "few_spans",
+    "hit_experts",
+    "rows_of_sums",
+    "tile_rows",
+]
 
 STREAM_ROWS = 16
 """Most rows of a tile that `mma.sync` multiplies."""
@@ -75,6 +85,18 @@ def few_spans(programs: float, width: int) -> int:
             break
         spans *= 2
     return spans
+
+
+def rows_of_sums(calls: Iterable[tuple[int, Cut]]) -> tuple[int, ...]:
+    """Rows of the sums that calls of up to 0, 1, 2, ... tokens leave where K is split.
+
+    Args:
+        calls: of 1, 2, ... tokens the rows, and their cut.
+    """
+    found = [0]
+    for rows, cut in calls:
+        found.append(max(found[-1], rows * cut.split_k * (cut.split_k > 1)))
+    return tuple(found)
 
 
 def hit_experts(num_experts: int, routes: int) -> float:
