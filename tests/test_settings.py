@@ -21,6 +21,7 @@ VARIABLES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "FIRESTEEL_CACHE": ("off", "off", ("", "0", "false")),
     "FIRESTEEL_CACHE_DIR": ("/tmp/somewhere", Path("/tmp/somewhere"), ("", "  ")),
     "FIRESTEEL_MAX_TOKENS": (" 17 ", 17, ("", "0", "-5", "1e3", "0x10")),
+    "FIRESTEEL_VLLM": ("auto", "auto", ("", "on", "AUTO")),
 }
 
 

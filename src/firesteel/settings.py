@@ -22,6 +22,7 @@ PREFIX = "FIRESTEEL_"
 OnMiss = Literal["raise", "warn", "compile"]
 LaunchWith = Literal["auto", "native", "python"]
 Switch = Literal["on", "off"]
+Claim = Literal["off", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,9 @@ class Settings:
         cache            "off" neither reads nor writes compiled kernels on disk
         cache_dir        where compiled kernels are kept
         max_tokens       largest token count that a model's layers are planned for; a longer call
-                         runs in slices of it
+                         runs in slices of it. vLLM's own limit takes its place there
+        vllm             "auto" loads every quantised mixture of experts that vLLM is given and
+                         firesteel reads; "off" only with `--quantization firesteel`
 
     Raises
         InvalidArgumentError: a value is not allowed.
@@ -48,6 +51,7 @@ class Settings:
     cache: Switch = "on"
     cache_dir: Path = Path("~/.cache/firesteel")
     max_tokens: int = 4096
+    vllm: Claim = "off"
 
     def __post_init__(self) -> None:
         _check_choice("on_miss", self.on_miss, get_args(OnMiss))
@@ -57,6 +61,7 @@ class Settings:
             raise InvalidArgumentError(f"cache_dir: got {self.cache_dir!r}, must be a Path")
         _check_count("compile_threads", self.compile_threads, 0)
         _check_count("max_tokens", self.max_tokens, 1)
+        _check_choice("vllm", self.vllm, get_args(Claim))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -148,6 +153,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "cache": _choice(*get_args(Switch)),
     "cache_dir": _path,
     "max_tokens": _count(1),
+    "vllm": _choice(*get_args(Claim)),
 }
 
 _ALLOWED = {
@@ -157,6 +163,7 @@ _ALLOWED = {
     "cache": ", ".join(get_args(Switch)),
     "cache_dir": "a folder",
     "max_tokens": "an integer from 1",
+    "vllm": ", ".join(get_args(Claim)),
 }
 
 

@@ -1,6 +1,6 @@
 """The MoE layer in PyTorch against its float64 oracle, and the laws of its state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -186,3 +186,25 @@ def test_no_tokens_give_no_rows() -> None:
         topk_weights=torch.zeros(0, 2),
     )
     assert empty.shape == (0, 8)
+
+
+@given(cases(dtypes=(torch.float32,)), st.data())
+def test_ids_of_all_ranks_experts_go_through_the_map(case: Case, data: st.DataObject) -> None:
+    num_experts = case.w13.shape[0]
+    num_global = num_experts + data.draw(st.integers(0, 5))
+    places = data.draw(st.permutations(range(num_global)))
+    expert_map = torch.tensor([p if p < num_experts else -1 for p in places], dtype=torch.int32)
+    ids = torch.randint(-2, num_global + 2, case.topk_ids.shape)
+    known = (ids >= 0) & (ids < num_global)
+    local = torch.where(known, expert_map[torch.where(known, ids, 0)].long(), -1)
+    weights = MoeWeights(
+        w13=DenseWeights(case.w13),
+        w2=DenseWeights(case.w2),
+        activation=case.activation,
+        bias13=case.bias13,
+        bias2=case.bias2,
+    )
+    wanted = run_experts(weights, case.x, local, case.topk_weights)
+    own = replace(weights, expert_map=expert_map)
+    for dtype in (torch.int32, torch.int64):
+        assert torch.equal(run_experts(own, case.x, ids.to(dtype), case.topk_weights), wanted)

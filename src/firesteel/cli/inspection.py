@@ -12,7 +12,7 @@ from rich.console import Group
 from firesteel.checkpoint.families import ANY_EXPERT_TENSOR
 from firesteel.checkpoint.files import Checkpoint, resolve
 from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
-from firesteel.checkpoint.sources import QuantizedSource
+from firesteel.checkpoint.sources import QuantizedSource, StoredBias
 from firesteel.cli.console import format_bytes, print_json, stdout, table
 from firesteel.errors import CheckpointError
 from firesteel.formats.base import Scheme
@@ -171,7 +171,8 @@ def _tally_experts(
 
 
 def _tally_plain(contents: Contents, layer: ExpertLayer, tallies: dict[_Storage, _Tally]) -> None:
-    biases = {source.tensor for part in layer.biases for source in part}
+    stored = (source for part in layer.biases for source in part if isinstance(source, StoredBias))
+    biases = {source.tensor for source in stored}
     names = [
         name
         for name in contents.checkpoint.headers

@@ -50,6 +50,8 @@ class MoeWeights:
         w13, w2       `[E, 2N, K]` and `[E, K, N]`
         activation    FC1's `[R, 2N]` to FC2's `[R, N]`; an `Activation` where gate rows come first
         bias13, bias2 `[E, 2N]` and `[E, K]`, or None
+        expert_map    `[num_global_experts]` int32: the place here of each id that calls give, -1 of
+                      one that is not here; None where ids are places
     """
 
     w13: ExpertWeights
@@ -57,3 +59,4 @@ class MoeWeights:
     activation: Callable[[Tensor], Tensor]
     bias13: Tensor | None = None
     bias2: Tensor | None = None
+    expert_map: Tensor | None = None

@@ -37,6 +37,7 @@ def moe_spec_of(
     activation: Activation,
     dtype: torch.dtype,
     has_bias: bool,
+    num_global_experts: int | None = None,
 ) -> MoeSpec:
     """The layer whose gate and up are all stored as `w13` says, and whose down as `w2`.
 
@@ -44,6 +45,7 @@ def moe_spec_of(
         w13, w2: of one matrix each: gate or up `[intermediate, hidden]`, down
             `[hidden, intermediate]`.
         dtype: of activations and biases.
+        num_global_experts: length of the expert map, where calls give ids of all ranks' experts.
 
     Raises
         UnsupportedError: no kernel reads it; the message has every reason.
@@ -71,6 +73,7 @@ def moe_spec_of(
         w13=_stored(w13, has_bias),
         w2=_stored(w2, has_bias),
         activation=activation,
+        num_global_experts=num_global_experts,
     )
 
 

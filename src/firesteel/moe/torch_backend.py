@@ -22,7 +22,8 @@ def run_experts(weights: MoeWeights, x: Tensor, topk_ids: Tensor, topk_weights: 
 
     name          shape       dtype
     x             [M, K]      bf16, fp16 or fp32; M may be 0
-    topk_ids      [M, top_k]  int32 or int64; an id outside [0, E) adds nothing
+    topk_ids      [M, top_k]  int32 or int64; an id outside [0, E), or one of no expert in the map,
+                              adds nothing
     topk_weights  [M, top_k]  any float
 
     Returns `[M, K]` in x's dtype. On a GPU it reads the routing back to the host (a sync).
@@ -34,6 +35,8 @@ def run_experts(weights: MoeWeights, x: Tensor, topk_ids: Tensor, topk_weights: 
     num_experts = weights.w13.shape[0]
     num_tokens, top_k = topk_ids.shape
     ids = topk_ids.reshape(-1)
+    if weights.expert_map is not None:
+        ids = _places(ids, weights.expert_map)
     is_route = (ids >= 0) & (ids < num_experts)
     # Routes of no expert sort last.
     ids = torch.where(is_route, ids, num_experts)
@@ -50,6 +53,12 @@ def run_experts(weights: MoeWeights, x: Tensor, topk_ids: Tensor, topk_weights: 
     gates = torch.where(is_route, topk_weights.reshape(-1).float(), 0.0)
     routed = y.float().mul_(gates.unsqueeze(-1))
     return routed.view(num_tokens, top_k, x.shape[1]).sum(dim=1).to(x.dtype)
+
+
+def _places(ids: Tensor, expert_map: Tensor) -> Tensor:
+    """The place of each expert here, -1 of ids that the map has not."""
+    is_known = (ids >= 0) & (ids < expert_map.numel())
+    return torch.where(is_known, expert_map[torch.where(is_known, ids, 0)], -1)
 
 
 def _expert(weights: MoeWeights, expert: int, x: Tensor) -> Tensor:

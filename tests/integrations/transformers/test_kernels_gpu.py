@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from firesteel.checkpoint.families import Geometry
+from firesteel.formats.quantize import parse_recipe, quantize_matrix
+from firesteel.formats.shard import take_columns, take_rows
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
+from firesteel.integrations.transformers.kernels import attach_kernels
+from firesteel.moe.activation import Activation
 
 pytestmark = pytest.mark.gpu
 
@@ -150,3 +155,41 @@ def test_a_compiled_layer_is_the_eager_one(little: Any, backend: str) -> None:
         expected = module(x, ids, weights)
         compiled = torch.compile(lambda *args: module(*args), backend=backend, fullgraph=True)
         assert torch.equal(compiled(x, ids, weights), expected)
+
+
+@pytest.mark.parametrize("recipe", ["int4-g128", "exl3-3.0-mcg"])
+def test_a_rank_s_part_of_a_layer_runs_on_kernels(recipe: str) -> None:
+    """Half of each of three of eight experts, whose ids are those of all."""
+    generator = torch.Generator().manual_seed(0)
+    parsed = parse_recipe(recipe)
+    held, half, hidden = (6, 1, 4), 128, 256
+    schemes: dict[int, list[Any]] = {0: [], 2: []}
+    matrices: list[tuple[int, int, int, Any]] = []
+    for expert in range(len(held)):
+        for part, (n, k) in enumerate(((256, hidden), (256, hidden), (hidden, 256))):
+            weight = torch.randn(n, k, generator=generator) / k**0.5
+            scheme, matrix = quantize_matrix(weight, parsed)
+            take = take_columns if part == 2 else take_rows
+            scheme, matrix = take(scheme, matrix, range(half))
+            schemes[2 if part == 2 else 0].append(scheme)
+            matrices.append((expert, part, part % 2, matrix))
+    expert_map = torch.full((8,), -1, dtype=torch.int32)
+    expert_map[list(held)] = torch.arange(len(held), dtype=torch.int32)
+    geometry = Geometry(1, len(held), hidden, half)
+    module = PackedExperts(
+        None, geometry, (schemes[0], schemes[2]), Activation(), expert_map=expert_map
+    )
+    for expert, part, place, matrix in matrices:
+        (module.down if part == 2 else module.gate_up).write(expert, place, matrix)
+    module = module.cuda()
+    x = torch.randn(40, hidden, generator=generator).bfloat16().cuda()
+    ids = torch.randint(-1, 9, (40, 4), generator=generator, dtype=torch.int32).cuda()
+    weights = torch.rand(40, 4, generator=generator).cuda()
+    with torch.no_grad():
+        wanted = module(x, ids, weights).float()
+        report = attach_kernels([module], top_k=4, dtype=torch.bfloat16)
+        assert report.refused == {}
+        for dtype in (torch.int32, torch.int64):
+            got = module(x, ids.to(dtype), weights).float()
+            assert (got - wanted).norm() <= 0.01 * wanted.norm()
+            assert (got[wanted.abs().sum(dim=1) == 0] == 0).all()

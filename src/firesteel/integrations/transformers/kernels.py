@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -167,9 +167,11 @@ class _Arenas:
 
 
 def attach_kernels(
-    model: Any,
-    modules: Mapping[str, PackedExperts],
-    linears: Mapping[str, PackedLinear] | None = None,
+    experts: Iterable[PackedExperts],
+    linears: Iterable[PackedLinear] = (),
+    *,
+    top_k: int,
+    dtype: torch.dtype,
     settings: Settings | None = None,
 ) -> KernelReport:
     """Plan, prewarm and bind the kernels of every layer on a GPU that has them.
@@ -178,20 +180,21 @@ def attach_kernels(
     those of EXL3 have kernels.
 
     Args:
-        model: as loaded.
-        modules: its expert layers by path.
-        linears: its packed linears by path.
+        experts: expert layers of a model, filled.
+        linears: its packed linears, filled.
+        top_k: experts a token.
+        dtype: of hidden states.
         settings: the environment's by default.
     """
     settings = Settings.from_env() if settings is None else settings
     report = KernelReport()
     wanted: list[tuple[PackedExperts | PackedLinear, Planned]] = []
-    for module in (*modules.values(), *(linears or {}).values()):
+    for module in (*experts, *linears):
         is_linear = isinstance(module, PackedLinear)
         if is_linear and not isinstance(module.packed, TrellisWeights):
             continue
         try:
-            spec = _linear_spec_of(module) if is_linear else _spec_of(module, model)
+            spec = _linear_spec_of(module) if is_linear else _spec_of(module, top_k, dtype)
             wanted.append((module, (spec, _device_of(module))))
         except UnsupportedError as error:
             refused = report.refused_linears if is_linear else report.refused
@@ -248,12 +251,16 @@ def _device_of(module: PackedExperts | PackedLinear) -> torch.device:
 def _tensors_of(module: PackedExperts) -> dict[str, Tensor]:
     """What the kernels of a layer are bound to."""
     w13, w2 = module.gate_up, module.down
-    biases = {"bias13": module.gate_up_bias, "bias2": module.down_bias}
+    others = {
+        "bias13": module.gate_up_bias,
+        "bias2": module.down_bias,
+        "expert_map": module.expert_map,
+    }
     if isinstance(w13, TrellisWeights) and isinstance(w2, TrellisWeights):
-        return trellis_tensors(w13, w2, **biases)
+        return trellis_tensors(w13, w2, **others)
     assert isinstance(w13, PackedWeights)
     assert isinstance(w2, PackedWeights)
-    return operand_tensors(w13, w2, **biases)
+    return operand_tensors(w13, w2, **others)
 
 
 def _linear_spec_of(module: PackedLinear) -> TrellisLinearSpec:
@@ -271,7 +278,7 @@ def _linear_spec_of(module: PackedLinear) -> TrellisLinearSpec:
     return spec.for_target(device_target(device))
 
 
-def _spec_of(module: PackedExperts, model: Any) -> LayerSpec:
+def _spec_of(module: PackedExperts, top_k: int, dtype: torch.dtype) -> LayerSpec:
     """What a layer's kernels must be planned for.
 
     Raises
@@ -280,14 +287,16 @@ def _spec_of(module: PackedExperts, model: Any) -> LayerSpec:
     device = _device_of(module)
     if device.type != "cuda":
         raise UnsupportedError(f"device: {device}, kernels need a CUDA device")
+    expert_map = module.expert_map
     given: dict[str, Any] = {
         "num_experts": module.num_experts,
         "hidden_size": module.hidden_dim,
         "intermediate_size": module.intermediate_dim,
-        "top_k": model.config.num_experts_per_tok,
+        "top_k": top_k,
         "activation": module.activation,
-        "dtype": model.dtype,
+        "dtype": dtype,
         "has_bias": module.gate_up_bias is not None,
+        "num_global_experts": None if expert_map is None else expert_map.numel(),
     }
     w13, w2, target = module.gate_up, module.down, device_target(device)
     if isinstance(w13, TrellisWeights) and isinstance(w2, TrellisWeights):

@@ -132,11 +132,14 @@ class PackedExperts(_WithKernels):
         schemes: of gate and up of each expert, an expert's together; and of down.
         activation: between the two products.
         bias_dtype: type of the biases; None where the family has none.
+        expert_map: where the ids of calls are not places here, the place of each, -1 of one that is
+            not here: int32 `[num_global_experts]`.
     """
 
     DROPPED = "experts were moved, converted or replaced: they run on the PyTorch path from here"
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    expert_map: Tensor | None
 
     def __init__(
         self,
@@ -145,6 +148,7 @@ class PackedExperts(_WithKernels):
         schemes: tuple[Sequence[Scheme], Sequence[Scheme]],
         activation: Activation,
         bias_dtype: torch.dtype | None = None,
+        expert_map: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -163,6 +167,8 @@ class PackedExperts(_WithKernels):
             if bias_dtype is not None:
                 bias = torch.empty(geometry.num_experts, rows, dtype=bias_dtype)
             self.register_buffer(name, bias)
+        # Of the rank, not of the checkpoint.
+        self.register_buffer("expert_map", expert_map, persistent=False)
 
     @property
     def num_bytes(self) -> int:
@@ -191,6 +197,7 @@ class PackedExperts(_WithKernels):
             activation=self.activation,
             bias13=self.gate_up_bias,
             bias2=self.down_bias,
+            expert_map=self.expert_map,
         )
 
 

@@ -168,9 +168,13 @@ class FiresteelQuantizer(HfQuantizer):
             # and leaves what it renames or merges in the type that the file has.
             parameter.data = parameter.data.to(self._dtypes[name])
         report = fill(model, self._plan)
-        modules = {path: model.get_submodule(path) for path in self._plan.experts}
-        linears = {path: model.get_submodule(path) for path in self._plan.packed}
-        self.report = report.with_kernels(attach_kernels(model, modules, linears))
+        kernels = attach_kernels(
+            map(model.get_submodule, self._plan.experts),
+            map(model.get_submodule, self._plan.packed),
+            top_k=model.config.num_experts_per_tok,
+            dtype=model.dtype,
+        )
+        self.report = report.with_kernels(kernels)
         self.quantization_config.saved = saved_config(self._plan)
         return model
 

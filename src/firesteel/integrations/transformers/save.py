@@ -11,7 +11,7 @@ from torch import Tensor
 
 from firesteel.checkpoint.families import expert_name
 from firesteel.checkpoint.layers import ExpertLayer
-from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source
+from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source, StoredBias
 from firesteel.formats.quantize import ALL_BUT_EXPERTS
 from firesteel.formats.registry import format_named
 from firesteel.integrations.transformers.modules import PackedExperts
@@ -114,6 +114,7 @@ def _bias_tensors(module: PackedExperts, layer: ExpertLayer) -> dict[str, Tensor
         assert bias is not None
         rows = bias.shape[1] // (1 if part == 2 else 2)
         for expert, source in enumerate(sources):
+            assert isinstance(source, StoredBias)
             own = bias[expert, rows * (part % 2) : rows * (part % 2 + 1)]
             if isinstance(layer.sources[part][expert], RoundedSource) and source.index is not None:
                 # The weight gets tensors of its own, so its bias stands beside them.

@@ -1,6 +1,10 @@
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownParameterType=false
 """The vLLM host: a plugin that loads quantised mixtures of experts and runs them.
 
-`register` is the entry point that vLLM calls in each of its processes.
+`register` is the entry point that vLLM calls in each of its processes. vLLM is imported when it is
+called, and not before.
 """
 
 __all__ = ["register"]

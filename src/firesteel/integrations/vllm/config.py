@@ -1,7 +1,11 @@
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownParameterType=false
 """vLLM's view of a checkpoint: which of its layers firesteel reads, and which methods run them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +20,17 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
+from firesteel.errors import InvalidArgumentError
 from firesteel.integrations.vllm.experts import FiresteelExperts
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
-from firesteel.integrations.vllm.model import Model
+from firesteel.integrations.vllm.model import Model, why_not
+from firesteel.settings import Settings
 
 __all__ = ["METHOD", "FiresteelConfig"]
 
 METHOD = "firesteel"
+
+log = logging.getLogger(__name__)
 
 
 class FiresteelConfig(QuantizationConfig):
@@ -77,9 +85,17 @@ class FiresteelConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Claim what the user says firesteel shall load."""
-        del hf_quant_cfg, hf_config
-        return METHOD if user_quant == METHOD else None
+        """Claim what the user says firesteel shall load; with FIRESTEEL_VLLM=auto, what it can."""
+        if user_quant is not None or Settings.from_env().vllm == "off":
+            return METHOD if user_quant == METHOD else None
+        reason = why_not(
+            getattr(hf_config, "name_or_path", ""),
+            hf_quant_cfg,
+            getattr(hf_config, "model_type", None),
+        )
+        if reason is not None:
+            log.info("not loaded by firesteel: %s", reason)
+        return METHOD if reason is None else None
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
@@ -88,9 +104,14 @@ class FiresteelConfig(QuantizationConfig):
 
         Raises
             CheckpointError, UnsupportedError: it cannot be read exactly.
+            InvalidArgumentError: nothing of it is quantised.
         """
         del hf_config, revision
         self._name, self._model = model_name, Model.open(model_name)
+        if not self._model.is_quantized:
+            raise InvalidArgumentError(
+                f"quantization: got {METHOD!r}, must be None: nothing in {model_name} is quantised"
+            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """How the engine's modules are called."""

@@ -1,11 +1,17 @@
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownParameterType=false
 """The experts of a layer in vLLM."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -15,12 +21,16 @@ from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.shards import shard_layer
 from firesteel.errors import UnsupportedError
 from firesteel.integrations.transformers.fill import fill_experts, settle
+from firesteel.integrations.transformers.kernels import attach_kernels
 from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.vllm.model import Model
+from firesteel.integrations.vllm.warmup import PlannedKernels
 from firesteel.moe.activation import Activation
-from firesteel.moe.torch_backend import run_experts
+from firesteel.settings import Settings
 
-__all__ = ["FiresteelExperts"]
+__all__ = ["FiresteelExperts", "report"]
+
+log = logging.getLogger(__name__)
 
 
 class FiresteelExperts(FusedMoEMethodBase):
@@ -34,9 +44,12 @@ class FiresteelExperts(FusedMoEMethodBase):
 
     def __init__(self, moe: FusedMoEConfig, model: Model, layer: ExpertLayer) -> None:
         super().__init__(moe)
-        self._model = model
+        self.model = model
         self._whole = layer
         self._own: ExpertLayer | None = None
+        config = get_current_vllm_config()
+        self._max_tokens: int = config.scheduler_config.max_num_batched_tokens
+        self._is_eager: bool = config.model_config.enforce_eager
 
     def create_weights(
         self,
@@ -52,14 +65,25 @@ class FiresteelExperts(FusedMoEMethodBase):
         Ranks cut the intermediate axis where the format allows, not where the engine would.
         """
         del intermediate_size_per_partition, extra_weight_attrs
-        geometry = self._model.contents.geometry
+        geometry = self.model.contents.geometry
         if hidden_size != geometry.hidden_size:
             raise UnsupportedError(
                 f"hidden_size: got {hidden_size}, the checkpoint's is {geometry.hidden_size}"
             )
-        held = _held(layer.expert_map, geometry.num_experts)
-        assert len(held) == num_experts
+        if layer.apply_router_weight_on_input:
+            raise UnsupportedError("apply_router_weight_on_input: got True, must be False")
         ranks = self.moe.moe_parallel_config
+        if ranks.use_all2all_kernels:
+            raise UnsupportedError(
+                f"all2all_backend: {ranks.all2all_backend} sends tokens to experts, which must see "
+                "all tokens; run without data parallel ranks"
+            )
+        held = _held(layer.expert_map, geometry.num_experts)
+        if len(held) != num_experts:
+            raise UnsupportedError(
+                f"num_experts: got {num_experts}, the checkpoint has {len(held)} for this rank; "
+                "copies of experts are not supported"
+            )
         self._own = shard_layer(self._whole, held=held, rank=ranks.tp_rank, count=ranks.tp_size)
         layer.packed = PackedExperts(
             None,
@@ -72,14 +96,39 @@ class FiresteelExperts(FusedMoEMethodBase):
             (self._own.schemes(0, 1), self._own.schemes(2)),
             _activation(layer),
             bias_dtype=params_dtype if self._own.biases else None,
+            expert_map=layer.expert_map,
         )
+        self.model.unfilled[layer.layer_name] = layer.packed
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Read the experts."""
+        """Read the experts; of the last layer, plan and prewarm the kernels of all.
+
+        So that happens before the engine measures what memory is left for its cache.
+        """
         assert self._own is not None
-        with self._model.checkpoint.reader() as reader, torch.no_grad():
+        with self.model.checkpoint.reader() as reader, torch.no_grad():
             fill_experts(layer.packed, self._own, reader)
         settle(layer.packed)
+        self.model.filled[layer.layer_name] = self.model.unfilled.pop(layer.layer_name)
+        if not self.model.unfilled:
+            self._attach(next(layer.packed.buffers()).device)
+
+    def _attach(self, device: torch.device) -> None:
+        kernels = attach_kernels(
+            self.model.filled.values(),
+            top_k=self.moe.experts_per_token,
+            dtype=self.moe.in_dtype,
+            settings=replace(Settings.from_env(), max_tokens=self._max_tokens),
+        )
+        self.model.kernels = kernels
+        if kernels.refused and device.type == "cuda" and not self._is_eager:
+            raise UnsupportedError(
+                f"enforce_eager: got False, must be True since {'; '.join(kernels.refused)}: the "
+                "PyTorch path waits for the device, which a CUDA graph cannot hold"
+            )
+        for ready in kernels.ready:
+            PlannedKernels(ready).register_warmup()
+        log.info("%s", self.model.summary())
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of the engine reads the weights."""
@@ -96,10 +145,19 @@ class FiresteelExperts(FusedMoEMethodBase):
     ) -> Tensor:
         """`[M, K]` of this rank's experts or parts; the engine adds up ranks."""
         del shared_experts, shared_experts_input
-        if layer.expert_map is not None:
-            places = layer.expert_map[topk_ids.clamp(min=0).long()]
-            topk_ids = torch.where(topk_ids < 0, -1, places)
-        return run_experts(layer.packed.moe_weights(), x, topk_ids, topk_weights)
+        return layer.packed(x, topk_ids, topk_weights)
+
+
+def report(model: nn.Module) -> dict[str, Any] | None:
+    """What firesteel packed of an engine's model, and the counters of its kernels, for JSON.
+
+    None where it loaded none of it. `llm.apply_model(report)` asks every worker.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, FiresteelExperts):
+            return method.model.as_dict()
+    return None
 
 
 def _held(expert_map: Tensor | None, num_experts: int) -> list[int]:

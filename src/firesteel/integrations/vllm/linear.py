@@ -1,14 +1,21 @@
+# vLLM is not there where types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownParameterType=false
 """Quantised linears in vLLM: expanded into the engine's own parameter when they are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError
@@ -26,12 +33,17 @@ class _Expanded:
     _sources: Sequence[QuantizedSource | None]
 
     def expand(self, layer: Any) -> None:
-        """Read, round once to the parameter's type, and hand each matrix to the engine's loader."""
+        """Read, round once to the parameter's type, and hand each matrix to the engine's loader.
+
+        Raises
+            CheckpointError: a matrix cannot be read, or has another shape than the module's.
+        """
         weight = layer.weight
         with self._model.checkpoint.reader() as reader, torch.no_grad():
             for place, source in enumerate(self._sources):
                 if source is None:
                     continue
+                source = _fitted(source, *_shape_of(layer, place))
                 matrix = source.read(reader).dequantize(source.scheme, weight.dtype)
                 matrix = matrix.to(weight.device)
                 if len(self._sources) == 1:
@@ -39,6 +51,30 @@ class _Expanded:
                 else:
                     shard = _QKV[place] if isinstance(layer, QKVParallelLinear) else place
                     weight.weight_loader(weight, matrix, shard)
+
+
+def _shape_of(layer: Any, place: int) -> tuple[int, int]:
+    """Rows and columns, over all ranks, of one matrix of a module."""
+    if isinstance(layer, ParallelLMHead):
+        return (layer.org_vocab_size, layer.embedding_dim)
+    if isinstance(layer, QKVParallelLinear):
+        rows = (
+            layer.total_num_heads * layer.head_size,
+            layer.total_num_kv_heads * layer.head_size,
+            layer.total_num_kv_heads * layer.v_head_size,
+        )
+        return (rows[place], layer.input_size)
+    sizes = getattr(layer, "output_sizes", None)
+    return (layer.output_size if sizes is None else sizes[place], layer.input_size)
+
+
+def _fitted(source: QuantizedSource, n: int, k: int) -> QuantizedSource:
+    """The source with the shape of the module's matrix, which some formats pad."""
+    scheme = source.scheme.fitted(n, k)
+    if scheme is None:
+        stored = [source.scheme.n, source.scheme.k]
+        raise CheckpointError(f"{source.layer}: stored as {stored}, the engine's is {[n, k]}")
+    return replace(source, scheme=scheme)
 
 
 class FiresteelLinear(_Expanded, UnquantizedLinearMethod):

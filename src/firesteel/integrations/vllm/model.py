@@ -5,15 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from firesteel.checkpoint.families import FAMILIES
 from firesteel.checkpoint.files import Checkpoint, resolve
 from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
 from firesteel.checkpoint.sources import QuantizedSource
-from firesteel.errors import CheckpointError
+from firesteel.errors import CheckpointError, FiresteelError
+from firesteel.formats.registry import formats_for
+from firesteel.integrations.transformers.kernels import KernelReport
+from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.transformers.plan import patterns_of
 
-__all__ = ["Model"]
+__all__ = ["Model", "why_not"]
 
+# What the engine makes one module of, where its model does not say so in time.
+_MERGED = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+}
 _LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.")
 
 
@@ -25,11 +35,17 @@ class Model:
         checkpoint  where it is
         contents    what the scan found
         rename      the engine's name of a name in the file; None where it drops it
+        unfilled    expert layers that were made and not read yet, by prefix
+        filled      those that were read
+        kernels     which of them run on kernels; None until the last one is read
     """
 
     checkpoint: Checkpoint
     contents: Contents
     rename: Callable[[str], str | None] = str
+    unfilled: dict[str, PackedExperts] = field(default_factory=dict)
+    filled: dict[str, PackedExperts] = field(default_factory=dict)
+    kernels: KernelReport | None = None
     _asked: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
 
@@ -42,6 +58,11 @@ class Model:
         """
         checkpoint = Checkpoint.open(resolve(name))
         return cls(checkpoint, scan(checkpoint))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether firesteel reads any of it."""
+        return bool(self.contents.dense) or any(e.is_packed for e in self.contents.experts)
 
     def experts(self, prefix: str) -> ExpertLayer | None:
         """The layer of an experts module; None where its experts are plain."""
@@ -63,9 +84,10 @@ class Model:
         """
         self._ask(prefix)
         parent, dot, name = prefix.rpartition(".")
-        names = [f"{parent}{dot}{own}" for own in packed_modules.get(name, (name,))]
+        own = packed_modules.get(name) or _MERGED.get(name) or (name,)
+        names = [f"{parent}{dot}{each}" for each in own]
         sources = {self.rename(source.layer): source for source in self.contents.dense}
-        found = tuple(sources.get(own) for own in names)
+        found = tuple(map(sources.get, names))
         self._taken.update(source.layer for source in found if source is not None)
         return found
 
@@ -98,3 +120,47 @@ class Model:
         exact = patterns_of([*dense, *self.contents.dense_extras])
         prefixes = [rf"{re.escape(layer.prefix)}\." for layer in packed]
         return [re.compile(rf"^{pattern}") for pattern in (*exact, *prefixes)]
+
+    def summary(self) -> str:
+        """One line for the engine's log."""
+        kernels = self.kernels
+        assert kernels is not None
+        num_bytes = sum(experts.num_bytes for experts in self.filled.values())
+        words = [
+            f"experts of {len(self.filled)} layers packed in {num_bytes:,} bytes",
+            f"{kernels.num_layers} of them on kernels",
+            *(str(ready.audit.prewarmed) for ready in kernels.ready),
+            *(f"{count} on the PyTorch path: {why}" for why, count in kernels.refused.items()),
+        ]
+        return "; ".join(words)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was packed and what runs it, for JSON."""
+        return {
+            "layers": len(self.filled),
+            "bytes": sum(experts.num_bytes for experts in self.filled.values()),
+            "expanded_linears": len([s for s in self.contents.dense if s.layer in self._taken]),
+            "kernels": None if self.kernels is None else self.kernels.as_dict(),
+        }
+
+
+def why_not(name: str, config: Mapping[str, Any], model_type: str | None) -> str | None:
+    """Why firesteel does not claim a checkpoint of its own accord; None where it does.
+
+    Headers are read only of a checkpoint whose config says a format and a family that it reads.
+
+    Args:
+        name: a folder, or a hub name.
+        config: its quantization_config.
+        model_type: of its config.
+    """
+    if model_type not in FAMILIES:
+        return f"model_type: got {model_type!r}, supported families are {', '.join(FAMILIES)}"
+    try:
+        formats_for(config)
+        model = Model.open(name)
+    except FiresteelError as error:
+        return str(error)
+    if not any(layer.is_packed for layer in model.contents.experts):
+        return "experts: none is quantised"
+    return None

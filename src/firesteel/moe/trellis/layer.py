@@ -21,9 +21,11 @@ def trellis_tensors(
     *,
     bias13: Tensor | None = None,
     bias2: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """As `firesteel.moe.layer.operand_tensors`; only the tables of matrices are made here."""
-    return {**_stack_tensors("w13", w13, bias13), **_stack_tensors("w2", w2, bias2)}
+    own = {} if expert_map is None else {"expert_map": expert_map}
+    return {**_stack_tensors("w13", w13, bias13), **_stack_tensors("w2", w2, bias2), **own}
 
 
 def linear_tensors(weights: TrellisWeights, *, bias: Tensor | None = None) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ def trellis_moe_spec_of(
     activation: Activation,
     dtype: torch.dtype,
     has_bias: bool,
+    num_global_experts: int | None = None,
 ) -> TrellisMoeSpec:
     """The layer whose gate and up are stored as `w13` says, and whose down as `w2`.
 
@@ -59,6 +60,7 @@ def trellis_moe_spec_of(
         w13, w2: of every matrix: gates and ups `[intermediate, hidden]`, downs
             `[hidden, intermediate]`.
         dtype: of activations and biases.
+        num_global_experts: length of the expert map, where calls give ids of all ranks' experts.
 
     Raises
         UnsupportedError: no kernel reads it.
@@ -73,6 +75,7 @@ def trellis_moe_spec_of(
         w13=stored_of(w13, has_bias=has_bias),
         w2=stored_of(w2, has_bias=has_bias),
         activation=activation,
+        num_global_experts=num_global_experts,
     )
 
 

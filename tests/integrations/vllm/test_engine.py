@@ -1,0 +1,165 @@
+"""vLLM's own engine on a CPU gives the tokens of transformers' model of the stored numbers."""
+
+import json
+
+import pytest
+import torch
+
+from tests.checkpoints import STORAGES, oracle, write, write_tensors
+from tests.integrations.vllm.engine import run
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+PROMPTS = [[1, 5, 9, 33, 77, 12], [4, 4, 8]]
+MAX_TOKENS = 8
+# Latent attention of vLLM's CPU engine multiplies in 16 bits, and takes heads of real size alone.
+LATENT = {
+    "topk_method": "noaux_tc",
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+CASES = [
+    ("qwen3_moe", "ct-w4-g32-asym", {}, {}),
+    ("mixtral", "awq-asym", {}, {}),
+    ("olmoe", "gptq-w4-desc_act", {}, {}),
+    ("glm4_moe", "nvfp4", {}, {}),
+    ("gpt_oss", "mxfp4-gpt-oss", {}, {}),
+    ("gpt_oss", "nf3", {}, {}),
+    ("qwen3_moe", "exl3-mixed", {}, {}),
+]
+N = {"moe_intermediate_size": 160}
+SHARED = [
+    ("qwen3_moe", "ct-w4-g32", N, {"tensor_parallel_size": 2}),
+    ("qwen3_moe", "gptq-w4-desc_act", N, {"tensor_parallel_size": 2}),
+    ("qwen3_moe", "exl3-3-mcg", {"moe_intermediate_size": 200}, {"tensor_parallel_size": 2}),
+    (
+        "qwen3_moe",
+        "ct-w4-g32",
+        {"num_experts": 5},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    ),
+]
+
+
+def _tokens(written, dtype):
+    model = oracle(written, dtype)
+    found = []
+    for prompt in PROMPTS:
+        ids = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def _compared(tmp_path_factory, cases):
+    """Of each case what the engine gave and what it should."""
+    root = tmp_path_factory.mktemp("vllm")
+    runs, wanted = [], []
+    for place, (family, storage, config, options) in enumerate(cases):
+        written = write(
+            root / str(place),
+            family,
+            STORAGES[storage],
+            linears=family != "gpt_oss",
+            **config,
+        )
+        given = {"path": str(written.path), "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+        runs.append({**given, "options": options})
+        wanted.append(_tokens(written, getattr(torch, options.get("dtype", "float32"))))
+    return list(zip(run(runs), wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return _compared(tmp_path_factory, CASES)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return _compared(tmp_path_factory, SHARED)
+
+
+@pytest.mark.parametrize("place", range(len(CASES)), ids=["-".join(c[:2]) for c in CASES])
+def test_tokens_of_one_process(alone, place):
+    got, wanted = alone[place]
+    assert "error" not in got, got["error"]
+    assert got["tokens"] == wanted
+    (report,) = got["reports"]
+    assert report["layers"] == 2
+    assert report["bytes"] > 0
+    assert list(report["kernels"]["refused"]) == ["device: cpu, kernels need a CUDA device"]
+
+
+@pytest.mark.parametrize("place", range(len(SHARED)), ids=["-".join(c[:2]) for c in SHARED])
+def test_tokens_of_two_ranks(shared, place):
+    got, wanted = shared[place]
+    assert "error" not in got, got["error"]
+    assert got["tokens"] == wanted
+    assert [report["layers"] for report in got["reports"]] == [2, 2]
+
+
+def _plain_copy(written, path):
+    """A checkpoint of the stored numbers themselves, which the engine reads without firesteel."""
+    config = json.loads((written.path / "config.json").read_text())
+    del config["quantization_config"]
+    tensors = {}
+    for name, tensor in written.state.items():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            exact = tensor.bfloat16()
+            tensors[name] = exact if torch.equal(exact.float(), tensor) else tensor
+            continue
+        names = ["gate_proj", "up_proj"] if last == "gate_up_proj" else ["down_proj"]
+        for expert, matrix in enumerate(tensor.bfloat16()):
+            for own, part in zip(names, matrix.chunk(len(names)), strict=True):
+                tensors[f"{prefix}.{expert}.{own}.weight"] = part
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    write_tensors(path, tensors)
+    return path
+
+
+def test_latent_attention_gives_what_the_engine_makes_of_the_same_plain_numbers(tmp_path):
+    """Its model of DeepSeek differs from transformers' for so small a config."""
+    written = write(
+        tmp_path / "a", "deepseek_v3", STORAGES["ct-w3-ten-a-word"], linears=True, **LATENT
+    )
+    plain = _plain_copy(written, tmp_path / "b")
+    given = {"prompts": PROMPTS[:1], "max_tokens": 1}
+    bf16 = {"dtype": "bfloat16"}
+    ours, theirs = run(
+        [
+            {"path": str(written.path), **given, "options": bf16},
+            {"path": str(plain), **given, "options": {**bf16, "quantization": None}},
+        ]
+    )
+    assert ours["reports"][0]["layers"] == 2
+    assert theirs["reports"] == [None]
+    assert ours["logprobs"].keys() == theirs["logprobs"].keys()
+    for token, logprob in ours["logprobs"].items():
+        assert abs(logprob - theirs["logprobs"][token]) < 0.1
+
+
+def test_it_claims_what_it_is_told_to_and_nothing_else(tmp_path):
+    quantised = write(tmp_path / "a", "qwen3_moe", STORAGES["awq-sym"])
+    plain = write(tmp_path / "b", "qwen3_moe")
+    given = {"prompts": [[1, 2]], "max_tokens": 2, "options": {"quantization": None}}
+    claimed, other = run(
+        [{"path": str(w.path), **given} for w in (quantised, plain)], FIRESTEEL_VLLM="auto"
+    )
+    assert claimed["reports"][0]["layers"] == 2
+    assert other["reports"] == [None]
+    (refused,) = run([{"path": str(plain.path), **given, "options": {}}])
+    assert "nothing in" in refused["error"]
+    (left,) = run([{"path": str(quantised.path), **given}])
+    assert left.get("reports") in (None, [None])

@@ -1,0 +1,86 @@
+"""What the plugin finds of a checkpoint by the engine's names; vLLM is not needed."""
+
+import pytest
+
+from firesteel.checkpoint import Checkpoint, scan
+from firesteel.errors import CheckpointError
+from firesteel.integrations.vllm.model import Model, why_not
+from tests.checkpoints import STORAGES, edit_config, write
+
+EXPERTS = "model.layers.1.mlp.experts"
+ATTENTION = "model.layers.1.self_attn"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vllm") / "it"
+    return write(path, "qwen3_moe", STORAGES["ct-w4-g32"], linears=True)
+
+
+@pytest.fixture
+def model(written) -> Model:
+    return Model.open(str(written.path))
+
+
+def test_experts_and_linears_are_found_by_the_names_of_modules(model):
+    experts = model.experts(EXPERTS)
+    assert experts is not None
+    assert experts.prefix == EXPERTS
+    assert model.experts("model.layers.0.mlp.experts") is None
+    merged = model.linears(f"{ATTENTION}.qkv_proj", {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    assert [s.layer for s in merged] == [f"{ATTENTION}.{p}_proj" for p in "qkv"]
+    # An engine's model may not say in time what it merges.
+    assert model.linears(f"{ATTENTION}.qkv_proj", {}) == merged
+    (one,) = model.linears(f"{ATTENTION}.o_proj", {})
+    assert one is not None
+    assert one.layer == f"{ATTENTION}.o_proj"
+    assert model.linears("lm_head", {}) == (None,)
+
+
+def test_names_are_the_engine_s(model):
+    model.rename = lambda name: name.replace("model.", "language_model.")
+    assert model.experts(EXPERTS) is None
+    assert model.experts(EXPERTS.replace("model.", "language_model.")) is not None
+
+
+def test_what_no_module_takes_is_an_error_in_a_layer_that_was_made(model):
+    model.check_taken()
+    model.experts(EXPERTS)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.\w+: quantised in the check"):
+        model.check_taken()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        model.linears(f"{ATTENTION}.{name}", {})
+    # Layers 0 and 2 belong to other ranks.
+    model.check_taken()
+
+
+def test_patterns_match_what_is_read_and_nothing_else(written, model):
+    read = {name for s in model.contents.dense for name in s.tensors.values()}
+    read |= {name for name in written.tensors if f"{EXPERTS}." in name or "2.mlp.experts." in name}
+    matched = {n for n in written.tensors if any(p.search(n) for p in model.patterns)}
+    assert matched == read
+    assert any("norm" in name for name in written.tensors.keys() - matched)
+    assert not any(p.search(f"draft.{name}") for p in model.patterns for name in read)
+
+
+def test_why_a_checkpoint_is_left_alone(written, tmp_path):
+    config = Checkpoint.open(written.path).quantization
+    assert config
+    assert why_not(str(written.path), config, "qwen3_moe") is None
+    assert "model_type: got 'llama'" in str(why_not(str(written.path), config, "llama"))
+    fp8 = {"quant_method": "fp8"}
+    assert "quant_method 'fp8'" in str(why_not(str(written.path), fp8, "qwen3_moe"))
+    none = write(tmp_path / "a", "qwen3_moe", STORAGES["ct-w4-g32"], plain_layers=(0, 1, 2),
+                 linears=True)  # fmt: skip
+    assert why_not(str(none.path), config, "qwen3_moe") == "experts: none is quantised"
+    broken = write(tmp_path / "b", "qwen3_moe", STORAGES["ct-w4-g32"])
+    edit_config(broken.path, num_experts=5)
+    reason = why_not(str(broken.path), config, "qwen3_moe")
+    with pytest.raises(CheckpointError) as error:
+        scan(Checkpoint.open(broken.path))
+    assert reason == str(error.value)
+
+
+def test_the_report_says_what_was_packed(model):
+    model.linears(f"{ATTENTION}.qkv_proj", {})
+    assert model.as_dict() == {"layers": 0, "bytes": 0, "expanded_linears": 3, "kernels": None}
