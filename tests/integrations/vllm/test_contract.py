@@ -70,7 +70,6 @@ def test_methods_take_what_vllm_gives_them(plugin):
         "maybe_update_config",
         "override_quantization_method",
         "process_weights_after_loading",
-        "tie_weights",
     }
 
 

@@ -84,3 +84,13 @@ def test_why_a_checkpoint_is_left_alone(written, tmp_path):
 def test_the_report_says_what_was_packed(model):
     model.linears(f"{ATTENTION}.qkv_proj", {})
     assert model.as_dict() == {"layers": 0, "bytes": 0, "expanded_linears": 3, "kernels": None}
+
+
+def test_a_quantised_head_that_the_config_ties_is_refused(tmp_path):
+    tied = write(tmp_path / "it", "qwen3_moe", STORAGES["ct-w4-g32"], also=("lm_head.weight",))
+    model = Model.open(str(tied.path))
+    (head,) = model.linears("lm_head", {})
+    assert head is not None
+    edit_config(tied.path, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"lm_head: quantised, but the config says tie"):
+        Model.open(str(tied.path))

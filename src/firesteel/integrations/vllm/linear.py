@@ -103,15 +103,3 @@ class FiresteelHead(_Expanded, UnquantizedEmbeddingMethod):
         """Expand, then as the engine does."""
         self.expand(layer)
         super().process_weights_after_loading(layer)
-
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """Refused: the config ties the head, the file has one of its own.
-
-        Raises
-            CheckpointError: always.
-        """
-        del layer, embed_tokens
-        raise CheckpointError(
-            "lm_head: quantised, but the config says tie_word_embeddings: true, "
-            "so that its weight is that of the embedding"
-        )

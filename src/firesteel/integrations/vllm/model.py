@@ -54,10 +54,18 @@ class Model:
         """Read the headers of a checkpoint: a folder, or a hub name.
 
         Raises
-            CheckpointError, UnsupportedError: it cannot be read exactly.
+            CheckpointError, UnsupportedError: it cannot be read exactly, or its head is quantised
+                and the engine would take the embedding in its place.
         """
         checkpoint = Checkpoint.open(resolve(name))
-        return cls(checkpoint, scan(checkpoint))
+        contents = scan(checkpoint)
+        heads = [s.layer for s in contents.dense if s.layer.rpartition(".")[2] == "lm_head"]
+        if heads and checkpoint.config.get("tie_word_embeddings"):
+            raise CheckpointError(
+                f"{heads[0]}: quantised, but the config says tie_word_embeddings: true, so that "
+                "its weight is that of the embedding"
+            )
+        return cls(checkpoint, contents)
 
     @property
     def is_quantized(self) -> bool:
