@@ -18,7 +18,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
-from firesteel.launch import Kernel, LaunchKey, Plan, plan
+from firesteel.launch import Kernel, LaunchKey
 from firesteel.launch.binary import Binary, compile_all, supports_wgmma, triton_source
 from firesteel.launch.key import Constexpr
 from firesteel.moe.activate import activate_kernel
@@ -29,6 +29,7 @@ from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import Row, TileTable, recipe_name
 from firesteel.moe.tuning_file import shipped_tables
 from tests.moe.sass import TOOLS, Instruction, disassemble, waits_of, weigh
+from tests.moe.tiles import keys_of
 from tests.moe.trellis.compiled import PRODUCTS, trellis_keys
 
 pytestmark = pytest.mark.compile
@@ -55,6 +56,7 @@ PLAIN = " no wgmma"
 PLAIN_OF = "glm-5.2"
 BUDGET = Path(__file__).parent / "compile_budget.json"
 MAX_TOKENS = 8192
+KERNEL_OF = {kernel.name: kernel for kernel in KERNELS}
 MATRIX_KERNELS = {each.name for each in PRODUCT_KERNELS} - {
     f"{activate_kernel.__module__}.activate_kernel"
 }
@@ -102,10 +104,10 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
     known: set[LaunchKey] = set()
     for name, (spec, ids) in _variants({**whole, **others}, target).items():
-        made = _plan(spec, ids)
-        constants = {key: dict(key.constexprs) for key in made.keys}
+        keys = keys_of(spec, MAX_TOKENS, [ids])
+        constants = {key: dict(key.constexprs) for key in keys}
         largest = max(each.get("BLOCK_M", 0) for each in constants.values())
-        for number, key in enumerate(made.keys):
+        for number, key in enumerate(keys):
             is_largest = constants[key].get("BLOCK_M") == largest
             # What reads no weights is the same in every table.
             is_wanted = is_matrix(key) or "fp4" not in name
@@ -113,7 +115,7 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
                 is_wanted = constants[key].get("BLOCK_M") in ((8, 64) if spec.wgmma else (8,))
             is_whole = name.removesuffix(PLAIN) in whole
             if key not in known and (is_wanted if is_whole else is_largest):
-                found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
+                found[f"{name} {number} {key.name}"] = (KERNEL_OF[key.kernel], key)
                 known.add(key)
     return found
 
@@ -191,10 +193,6 @@ def _cut(key: LaunchKey) -> tuple[object, ...]:
     constants = dict(key.constexprs)
     stages = constants.get("STAGES", key.num_stages)
     return (key.name, constants["BLOCK_N"], constants.get("SPAN"), key.num_warps, stages)
-
-
-def _plan(spec: MoeSpec, ids: str) -> Plan:
-    return plan(spec, MAX_TOKENS, flags={"ids": [ids]})
 
 
 def is_matrix(key: LaunchKey) -> bool:
@@ -316,14 +314,13 @@ def _forms() -> Mapping[object, tuple[Kernel, LaunchKey]]:
     for spec in KEY_SPECS.values():
         for target in TARGETS:
             # Of more than 4096 routes two more kernels sort them.
-            made = plan(spec.for_target(target), 2100, flags={"ids": ["i32"]})
-            for key in made.keys:
+            for key in keys_of(spec.for_target(target), 2100, ["i32"]):
                 kinds = tuple(
                     (name, value == 1 if type(value) in (int, float) else value)
                     for name, value in key.constexprs
                 )
                 form = (key.kernel, key.arguments, kinds)
-                found.setdefault(form, (made.kernels[key.kernel], key))
+                found.setdefault(form, (KERNEL_OF[key.kernel], key))
     return found
 
 
