@@ -6,8 +6,6 @@ prints what each takes, and with `--write` makes that the budget. Needs no GPU.
 """
 
 import json
-import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +16,8 @@ from firesteel.indexer.launches import KERNELS
 from firesteel.indexer.spec import DecodeSpec, PageWriterSpec, PrefillSpec
 from firesteel.launch import Kernel, LaunchKey, plan
 from firesteel.launch.binary import Binary, compile_all
-from tests.moe.test_compile import CUOBJDUMP, TARGETS
+from tests.moe.sass import Instruction, disassemble
+from tests.moe.test_compile import TARGETS, resources
 
 pytestmark = pytest.mark.compile
 
@@ -42,31 +41,17 @@ def shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     return found
 
 
-def usage_of(image: bytes, folder: Path) -> tuple[Usage, str]:
-    """Registers and spilled bytes of a cubin, and its instructions."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(image)
-    text = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", "--dump-sass", path],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    numbers = {name: re.search(rf"{name}:(\d+)", text) for name in ("REG", "STACK")}
-    registers, stack = (int(found[1]) if found else -1 for found in numbers.values())
-    return {"registers": registers, "spilled_bytes": stack}, text
-
-
-def measure(target: str, folder: Path) -> dict[str, tuple[Usage, str]]:
+def measure(target: str, folder: Path) -> dict[str, tuple[Usage, list[Instruction]]]:
     """What each key takes, and its instructions."""
     keys = shipped(target)
     binaries: dict[LaunchKey, Binary] = {}
     compile_all(list(keys.values()), target, threads=2, done=binaries.__setitem__)
-    found = {}
-    for name, (_, key) in keys.items():
-        usage, text = usage_of(binaries[key].image, folder)
-        found[name] = (usage | {"shared_bytes": binaries[key].shared_bytes}, text)
-    return found
+    found = {name: binaries[key] for name, (_, key) in keys.items()}
+    codes = disassemble([each.image for each in found.values()], target, folder)
+    return {
+        name: (resources(each.image, folder) | {"shared_bytes": each.shared_bytes}, code)
+        for (name, each), code in zip(found.items(), codes, strict=True)
+    }
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -74,10 +59,10 @@ def test_each_kernel_compiles_within_the_budget(target: str, tmp_path: Path) -> 
     budget = json.loads(BUDGET.read_text(encoding="utf-8"))[target]
     found = measure(target, tmp_path)
     assert {kernel.name.rpartition(".")[2] for kernel in KERNELS} == set(found) == set(budget)
-    for name, (usage, text) in found.items():
+    for name, (usage, code) in found.items():
         assert all(usage[field] <= budget[name][field] for field in usage), (name, usage)
         # A product of e4m3 that was widened first would be another instruction.
-        has_product = re.search(rf"\b{MATRIX[target]}\b", text) is not None
+        has_product = any(each.name.startswith(f"{MATRIX[target]}.") for each in code)
         assert has_product == name.startswith(("decode_scores", "stream")), name
 
 

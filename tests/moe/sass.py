@@ -10,11 +10,20 @@ that of a full tile, which multiplies most.
 
 import math
 import re
+import struct
+import subprocess
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import triton
 
 from firesteel.launch import LaunchKey
 from firesteel.moe.spec import BITS
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 # Columns of a block of packed weights, the least that a turn takes.
 BLOCK_COLUMNS = 128
@@ -80,8 +89,40 @@ class Turn:
     instructions_a_weight: float
 
 
+def disassemble(images: Sequence[bytes], target: str, folder: Path) -> list[list[Instruction]]:
+    """The instructions of each cubin for a target; addresses go on from one to the next.
+
+    nvdisasm takes half a second to start, and so is given the code of all of them as one.
+    """
+    parts = [machine_code(image) for image in images]
+    path = folder / "code.bin"
+    path.write_bytes(b"".join(parts))
+    command = [TOOLS / "nvdisasm", "--binary", f"SM{target.removeprefix('sm_')}a", path]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ends = list(accumulate(map(len, parts)))
+    found: list[list[Instruction]] = [[] for _ in parts]
+    for each in parse(text):
+        found[bisect_right(ends, each.address)].append(each)
+    return found
+
+
+def machine_code(image: bytes) -> bytes:
+    """The code of a cubin, which is an ELF file, of one function."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count, names = struct.unpack_from("<HHH", image, 0x3A)
+    # Name, its place among names; type; flags; address; place and size of what it holds.
+    sections = [struct.unpack_from("<IIQQQQ", image, table + at * size) for at in range(count)]
+    found = [
+        image[place : place + length]
+        for name, _, _, _, place, length in sections
+        if image.startswith(b".text.", sections[names][4] + name)
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
 def parse(text: str) -> list[Instruction]:
-    """The instructions of one kernel in `cuobjdump --dump-sass`'s text."""
+    """The instructions in what nvdisasm or cuobjdump prints."""
     return [
         Instruction(int(found[1], 16), found[2], found[3].strip())
         for found in _LINE.finditer(text)
@@ -139,7 +180,7 @@ def waits_of(code: Sequence[Instruction]) -> tuple[int, int]:
     return waits, sum("GMMA" in each.name for each in code)
 
 
-def weigh(text: str, key: LaunchKey) -> Turn:
+def weigh(code: Sequence[Instruction], key: LaunchKey) -> Turn:
     """A turn of a compiled key of FC1, FC2 or a linear.
 
     Raises
@@ -150,7 +191,7 @@ def weigh(text: str, key: LaunchKey) -> Turn:
     assert isinstance(routes, int)
     # Warps that are more than the operand's tiles of 16 x 8 repeat others' work.
     repeats = max(1, key.num_warps * 16 * 8 // (operand * routes))
-    turn = without_stores(main_loop(parse(text)))
+    turn = without_stores(main_loop(code))
     products = _products(turn) * key.num_warps // repeats
     block = weights * numbers * routes
     blocks, rest = divmod(products, block)

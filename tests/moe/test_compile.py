@@ -8,18 +8,17 @@ what each key takes, and writes the budget.
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 
-from firesteel.launch import Kernel, LaunchKey, Plan, plan
+from firesteel.launch import Kernel, LaunchKey
 from firesteel.launch.binary import Binary, compile_all, supports_wgmma, triton_source
 from firesteel.launch.key import Constexpr
 from firesteel.moe.activate import activate_kernel
@@ -29,7 +28,8 @@ from firesteel.moe.products import PRODUCT_KERNELS
 from firesteel.moe.spec import GEOMETRIES, MoeSpec, StoredWeights, geometry
 from firesteel.moe.tuning import Row, TileTable, recipe_name
 from firesteel.moe.tuning_file import shipped_tables
-from tests.moe.sass import parse, waits_of, weigh
+from tests.moe.sass import TOOLS, Instruction, disassemble, waits_of, weigh
+from tests.moe.tiles import keys_of
 from tests.moe.trellis.compiled import PRODUCTS, trellis_keys
 
 pytestmark = pytest.mark.compile
@@ -55,8 +55,8 @@ SPILLING = {
 PLAIN = " no wgmma"
 PLAIN_OF = "glm-5.2"
 BUDGET = Path(__file__).parent / "compile_budget.json"
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MAX_TOKENS = 8192
+KERNEL_OF = {kernel.name: kernel for kernel in KERNELS}
 MATRIX_KERNELS = {each.name for each in PRODUCT_KERNELS} - {
     f"{activate_kernel.__module__}.activate_kernel"
 }
@@ -104,10 +104,10 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
     known: set[LaunchKey] = set()
     for name, (spec, ids) in _variants({**whole, **others}, target).items():
-        made = _plan(spec, ids)
-        constants = {key: dict(key.constexprs) for key in made.keys}
+        keys = keys_of(spec, MAX_TOKENS, [ids])
+        constants = {key: dict(key.constexprs) for key in keys}
         largest = max(each.get("BLOCK_M", 0) for each in constants.values())
-        for number, key in enumerate(made.keys):
+        for number, key in enumerate(keys):
             is_largest = constants[key].get("BLOCK_M") == largest
             # What reads no weights is the same in every table.
             is_wanted = is_matrix(key) or "fp4" not in name
@@ -115,7 +115,7 @@ def _shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
                 is_wanted = constants[key].get("BLOCK_M") in ((8, 64) if spec.wgmma else (8,))
             is_whole = name.removesuffix(PLAIN) in whole
             if key not in known and (is_wanted if is_whole else is_largest):
-                found[f"{name} {number} {key.name}"] = (made.kernels[key.kernel], key)
+                found[f"{name} {number} {key.name}"] = (KERNEL_OF[key.kernel], key)
                 known.add(key)
     return found
 
@@ -195,10 +195,6 @@ def _cut(key: LaunchKey) -> tuple[object, ...]:
     return (key.name, constants["BLOCK_N"], constants.get("SPAN"), key.num_warps, stages)
 
 
-def _plan(spec: MoeSpec, ids: str) -> Plan:
-    return plan(spec, MAX_TOKENS, flags={"ids": [ids]})
-
-
 def is_matrix(key: LaunchKey) -> bool:
     return key.kernel in MATRIX_KERNELS
 
@@ -208,31 +204,26 @@ def is_weighed(key: LaunchKey) -> bool:
     return is_matrix(key) or key.kernel in PRODUCTS
 
 
-def _usage(image: bytes, key: LaunchKey, folder: Path) -> dict[str, float]:
-    """Registers, spilled bytes and instructions of a cubin."""
+def resources(image: bytes, folder: Path) -> dict[str, int]:
+    """Registers and spilled bytes of a cubin."""
     path = folder / "kernel.cubin"
     path.write_bytes(image)
-    text = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", "--dump-sass", path],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    registers = re.search(r"REG:(\d+)", text)
-    stack = re.search(r"STACK:(\d+)", text)
-    local = re.search(r"LOCAL:(\d+)", text)
-    assert registers is not None
-    assert stack is not None
-    assert local is not None
+    command = [TOOLS / "cuobjdump", "--dump-resource-usage", path]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", text)}
+    return {"registers": found["REG"], "spilled_bytes": found["STACK"] + found["LOCAL"]}
+
+
+def _instructions(code: Sequence[Instruction], key: LaunchKey) -> dict[str, float]:
+    """How many a kernel has of those that multiply, and of all in a turn of its main loop."""
+    names = [each.name.partition(".")[0] for each in code]
     found: dict[str, float] = {
-        "registers": int(registers[1]),
-        "spilled_bytes": int(stack[1]) + int(local[1]),
-        "matrix_instructions": len(re.findall(r"\b(?:HGMMA|HMMA|QGMMA)\b", text)),
+        "matrix_instructions": sum(name in ("HGMMA", "HMMA", "QGMMA") for name in names)
     }
     if key.name.endswith("_wgmma_kernel"):
-        found["waits"], found["matrix_instructions"] = waits_of(parse(text))
+        found["waits"], found["matrix_instructions"] = waits_of(code)
     if is_weighed(key):
-        turn = weigh(text, key)
+        turn = weigh(code, key)
         found["turn_instructions"] = turn.instructions
         found["turn_blocks"] = turn.blocks
         found["turn_spills"] = turn.spills
@@ -246,11 +237,16 @@ def measure(target: str, folder: Path, prefix: str = "") -> dict[str, dict[str, 
     binaries: dict[LaunchKey, Binary] = {}
     compile_all(list(shipped.values()), target, threads=2, done=binaries.__setitem__)
     assert set(binaries) == {key for _, key in shipped.values()}
-    found: dict[str, dict[str, float]] = {}
-    for name, (_, key) in shipped.items():
-        found[name] = _usage(binaries[key].image, key, folder)
-        found[name]["shared_bytes"] = binaries[key].shared_bytes
-    return found
+    keys = {name: key for name, (_, key) in shipped.items()}
+    codes = disassemble([binaries[key].image for key in keys.values()], target, folder)
+    return {
+        name: {
+            **resources(binaries[key].image, folder),
+            **_instructions(code, key),
+            "shared_bytes": binaries[key].shared_bytes,
+        }
+        for (name, key), code in zip(keys.items(), codes, strict=True)
+    }
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -307,13 +303,33 @@ KEY_SPECS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", KEY_SPECS)
-def test_every_constant_of_a_key_is_read_by_its_code(name: str, target: str) -> None:
+@cache
+def _forms() -> Mapping[object, tuple[Kernel, LaunchKey]]:
+    """Of the plans of all of these one key for each form.
+
+    Keys of a form have the same pointers and differ in sizes, such as those of a tile, of which
+    neither or both are 1: their code takes the same branches.
+    """
+    found: dict[object, tuple[Kernel, LaunchKey]] = {}
+    for spec in KEY_SPECS.values():
+        for target in TARGETS:
+            # Of more than 4096 routes two more kernels sort them.
+            for key in keys_of(spec.for_target(target), 2100, ["i32"]):
+                kinds = tuple(
+                    (name, value == 1 if type(value) in (int, float) else value)
+                    for name, value in key.constexprs
+                )
+                form = (key.kernel, key.arguments, kinds)
+                found.setdefault(form, (KERNEL_OF[key.kernel], key))
+    return found
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name.rpartition(".")[2])
+def test_every_constant_of_a_key_is_read_by_its_code(kernel: Kernel) -> None:
     """A value that no compiled code reads must not be in a key: it would only make more keys."""
-    made = plan(KEY_SPECS[name].for_target(target), 2000, flags={"ids": ["i32"]})
-    for key in made.keys:
-        kernel = made.kernels[key.kernel]
+    keys = [key for known, key in _forms().values() if known is kernel]
+    assert keys
+    for key in keys:
         code = first_ir(kernel, key)
         for constant, value in key.constexprs:
             if constant == "WARPS":

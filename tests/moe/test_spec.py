@@ -43,6 +43,11 @@ def test_a_title_has_what_was_changed(word: str) -> None:
     assert word in replace(PLAIN, **CHANGES[word]).title
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 8192])
+def test_a_layer_is_planned_for_all_tokens_that_are_asked_for(max_tokens: int) -> None:
+    assert PLAIN.planned_tokens(max_tokens) == max_tokens
+
+
 def test_no_two_titles_are_alike() -> None:
     titles = {replace(PLAIN, **changes).title for changes in CHANGES.values()}
     assert len(titles) == len(CHANGES)
