@@ -136,9 +136,7 @@ def test_selected_scores_have_the_largest_error_in_parts_of_the_magnitudes() -> 
     assert score_fault(selected, *given, num_heads=8) == (None, 2.0**-12)
     selected[0, 3] += 0.5
     fault, error = score_fault(selected, *given, num_heads=8, first=3)
-    assert fault == (
-        "row 3, place 3: got a score of 2.5, off by 0.0312 of its terms' magnitudes"
-    )
+    assert fault == ("row 3, place 3: got a score of 2.5, off by 0.0312 of its terms' magnitudes")
     assert error == 2.0**-5
 
 

@@ -13,7 +13,15 @@ from firesteel.indexer.pages import HEAD_SIZE, PAGE_BYTES, PAGE_TOKENS, page_vie
 from firesteel.indexer.spec import DecodeSpec, PrefillSpec
 from firesteel.launch.key import DTYPES
 
-__all__ = ["Inputs", "calls_to_rotate", "exact_inputs", "poisoned_outputs", "random_inputs"]
+__all__ = [
+    "COLD_BYTES",
+    "UNIT",
+    "Inputs",
+    "calls_to_rotate",
+    "exact_inputs",
+    "poisoned_outputs",
+    "random_inputs",
+]
 
 Inputs = dict[str, Tensor]
 """What a call reads, by operand."""

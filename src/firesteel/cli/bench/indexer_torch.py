@@ -74,17 +74,22 @@ class Block:
         device = self.q.device
         found = torch.empty(count, total, dtype=torch.float64, device=device)
         magnitudes = torch.empty_like(found) if has_magnitudes else None
-        q, w = self.q.flatten(0, 1).double(), self.w.double()
+        q, w = _wide(self.q.flatten(0, 1)), self.w.double()
         step = max(1, _ORACLE_PRODUCTS // len(q))
         for first in range(0, total, step):
             place = slice(first, first + step)
-            keys, scales = self.values[place].double().T, self.scales[place].double()
+            keys, scales = _wide(self.values[place]).T, self.scales[place].double()
             found[:, place] = _weighted(w, q @ keys) * scales
             if magnitudes is not None:
                 magnitudes[:, place] = _weighted(w.abs(), q.abs() @ keys.abs()) * scales.abs()
         t = torch.arange(total, device=device)
         is_seen = (t >= self.starts[:, None]) & (t < self.ends[:, None])
         return Scores(found.masked_fill(~is_seen | found.isnan(), -math.inf), magnitudes)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Of e4m3 in float64, by way of fp32: not every torch converts at once."""
+    return values.float().double()
 
 
 def _weighted(w: Tensor, dots: Tensor) -> Tensor:
