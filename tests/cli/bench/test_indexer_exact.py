@@ -176,6 +176,22 @@ def unordered(_: FakeOperation, __: int, inputs: Inputs, outputs: Outputs) -> No
 
 
 @pytest.mark.parametrize(
+    ("case", "counts"),
+    [(CASES[0], {2, 1}), (CASES[1], {1, 2}), (CASES[2], {7, 2}), (CASES[3], {1, 2})],
+    ids=[case.name for case in CASES],
+)
+def test_another_batch_is_of_another_count(case: Case, counts: set[int]) -> None:
+    seen: set[int] = set()
+
+    def note(operation: FakeOperation, _: int, inputs: Inputs, __: Outputs) -> None:
+        assert len(inputs["w"]) == operation.count
+        seen.add(operation.count)
+
+    assert check(case, note).differs is None
+    assert seen == counts
+
+
+@pytest.mark.parametrize(
     ("spoil", "words"),
     [(shifted, "row 3: selects key "), (unordered, "row 3, place 1: got ")],
 )

@@ -136,11 +136,11 @@ def _other_batch(case: Case, inputs: Sequence[Inputs]) -> tuple[int, Inputs, sli
     one = inputs[0]
     if case.mode == "prefill":
         # A third, so that programs have other rows, and as a rule share the keys of a row.
-        count = case.rows // 3 or 2
+        count = max(1, case.rows // 3)
         part = {"q", "w", "k_start", "k_end"}
         if case.rows == 1:
             twice = {name: torch.cat((one[name], one[name])) for name in part}
-            return count, {**one, **twice}, slice(0, 1), slice(0, 1)
+            return 2, {**one, **twice}, slice(0, 1), slice(None)
         last = slice(case.rows - count, case.rows)
         return count, {**one, **{name: one[name][last] for name in part}}, slice(None), last
     part = {"q", "w", "page_table", "seq_lens"}
