@@ -59,7 +59,9 @@ def test_a_difference_is_named_where_it_comes_first() -> None:
     ],
 )
 def test_a_layout_that_is_wrong(wrong: list[int], message: str) -> None:
-    found = layout_fault(selection(wrong, [0, 2, -1, -1]), torch.tensor([6, 3]), first=7)
+    found = layout_fault(
+        selection(wrong, [0, 2, -1, -1]), torch.tensor([6, 3]), torch.tensor([7, 9])
+    )
     assert found is not None
     assert found.startswith(message)
 
@@ -77,7 +79,7 @@ def test_a_layout_that_is_wrong(wrong: list[int], message: str) -> None:
     ],
 )
 def test_a_key_that_must_not_be_selected(wrong: list[list[int]], message: str) -> None:
-    found = bound_fault(selection(*wrong), SCORES, BOUND, STARTS, first=3)
+    found = bound_fault(selection(*wrong), SCORES, BOUND, STARTS, rows=torch.tensor([3, 4]))
     assert found is not None
     assert found.startswith(message)
 
@@ -135,7 +137,7 @@ def test_selected_scores_have_the_largest_error_in_parts_of_the_magnitudes() -> 
     selected[1, 1] += 2.0**-8
     assert score_fault(selected, *given, num_heads=8) == (None, 2.0**-12)
     selected[0, 3] += 0.5
-    fault, error = score_fault(selected, *given, num_heads=8, first=3)
+    fault, error = score_fault(selected, *given, num_heads=8, rows=torch.tensor([3, 4]))
     assert fault == ("row 3, place 3: got a score of 2.5, off by 0.0312 of its terms' magnitudes")
     assert error == 2.0**-5
 

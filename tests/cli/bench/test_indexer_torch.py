@@ -49,7 +49,10 @@ def test_scores_are_the_library_s_oracle_s(case: Case, kind: str) -> None:
     seen = 0
     for block in blocks(inputs):
         scores = block.scores().scores
+        if kind != "random":
+            assert torch.equal(block.scores(is_exact=True).scores, scores)
         for row in range(len(scores)):
+            assert block.rows[row] == seen
             start, end = int(block.starts[row]), int(block.ends[row])
             own = wanted[seen].nan_to_num(nan=-math.inf, neginf=-math.inf)
             assert len(own) == max(0, end - start)
@@ -58,6 +61,21 @@ def test_scores_are_the_library_s_oracle_s(case: Case, kind: str) -> None:
             assert (scores[row, max(start, end) :] == -math.inf).all()
             seen += 1
     assert seen == len(wanted) == case.requests * case.rows
+
+
+def test_of_a_long_prefill_rows_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(name="long", mode="prefill", requests=1, rows=50, heads=8, context=600, top_k=512)
+    inputs = random_inputs(case, CPU, 1)[0]
+    # Room for 20 rows: every third.
+    each = 8 * 128 * 600
+    monkeypatch.setattr(indexer_torch, "_MOST_WIDE", 20.5 * each)
+    monkeypatch.setattr(indexer_torch, "_MOST_EXACT", 50 * each)
+    rows = torch.cat([block.rows for block in blocks(inputs)])
+    assert rows.tolist() == list(range(1, 50, 3))
+    assert sum(len(block.rows) for block in blocks(inputs, is_exact=True)) == 50
+    for block in blocks(inputs):
+        assert torch.equal(block.q.float(), inputs["q"].float()[block.rows])
+        assert torch.equal(block.ends, inputs["k_end"][block.rows].long())
 
 
 @pytest.mark.parametrize("case", **BY_NAME)

@@ -106,6 +106,8 @@ def _measure(case: Case, device: torch.device, request: IndexerRequest) -> dict[
         "cache_dtype": case.cache_dtype,
         "exact": found.differs is None,
         "differs": found.differs,
+        "rows_exact": found.rows_exact,
+        "rows_bounded": found.rows_bounded,
         "tied_rows": found.tied_rows,
         "score_error": found.score_error,
         "dot_rounding": DOT_ROUNDING,

@@ -33,16 +33,24 @@ def _first(is_wrong: Tensor) -> tuple[int, int] | None:
     return row, int(is_wrong[row].int().argmax())
 
 
-def difference(found: Tensor, wanted: Tensor) -> str | None:
-    """Where two results `[r, k]` differ."""
+def _number(rows: Tensor | None, row: int) -> int:
+    return row if rows is None else int(rows[row])
+
+
+def difference(found: Tensor, wanted: Tensor, rows: Tensor | None = None) -> str | None:
+    """Where two results `[r, k]` differ.
+
+    Args:
+        rows: the rows' numbers `[r]`, for the message; here and below from 0 by default.
+    """
     at = _first(found != wanted)
     if at is None:
         return None
-    row, place = at
-    return f"row {row}, place {place}: got {found[at].item()}, must be {wanted[at].item()}"
+    row = _number(rows, at[0])
+    return f"row {row}, place {at[1]}: got {found[at].item()}, must be {wanted[at].item()}"
 
 
-def layout_fault(indices: Tensor, lengths: Tensor, *, first: int = 0) -> str | None:
+def layout_fault(indices: Tensor, lengths: Tensor, rows: Tensor | None = None) -> str | None:
     """Whether indices `[r, k]` of rows of these lengths are ascending, packed left, then -1."""
     there = indices >= 0
     both = there[:, 1:] & there[:, :-1]
@@ -58,7 +66,8 @@ def layout_fault(indices: Tensor, lengths: Tensor, *, first: int = 0) -> str | N
     for words, is_wrong in kinds.items():
         at = _first(is_wrong)
         if at is not None:
-            return f"row {first + at[0]}, place {at[1]}: got {indices[at].item()}, {words}"
+            row = _number(rows, at[0])
+            return f"row {row}, place {at[1]}: got {indices[at].item()}, {words}"
     return None
 
 
@@ -69,7 +78,7 @@ def score_bound(magnitudes: Tensor, num_heads: int) -> Tensor:
 
 
 def bound_fault(
-    indices: Tensor, scores: Tensor, bound: Tensor, starts: Tensor, *, first: int = 0
+    indices: Tensor, scores: Tensor, bound: Tensor, starts: Tensor, rows: Tensor | None = None
 ) -> str | None:
     """Whether a selection can be that of scores which lie within a bound of these.
 
@@ -80,7 +89,7 @@ def bound_fault(
     Args:
         indices: `[r, k]` from `starts` on, as `layout_fault` lets pass.
         scores, bound: `[r, T]`; -inf of a key that must never be selected.
-        first: the number of the first row.
+        rows: as `difference` has it.
     """
     top_k, total = indices.shape[1], scores.shape[1]
     places = (indices.long() + starts[:, None]).masked_fill(indices < 0, total)
@@ -89,12 +98,13 @@ def bound_fault(
     allowed = scores > -math.inf
     at = _first(chosen & ~allowed)
     if at is not None:
-        return f"row {first + at[0]}: selects key {at[1]}, which has no score"
+        return f"row {_number(rows, at[0])}: selects key {at[1]}, which has no score"
     count, wanted = chosen.sum(dim=1), allowed.sum(dim=1).clamp(max=top_k)
     at = _first((count != wanted)[:, None])
     if at is not None:
         row = at[0]
-        return f"row {first + row}: selects {int(count[row])} keys, must be {int(wanted[row])}"
+        number, selects = _number(rows, row), int(count[row])
+        return f"row {number}: selects {selects} keys, must be {int(wanted[row])}"
     lower, upper = scores - bound, scores + bound
     least, most = _kth(lower, top_k), _kth(upper, top_k)
     for words, limit, is_wrong in (
@@ -103,8 +113,9 @@ def bound_fault(
     ):
         at = _first(is_wrong)
         if at is not None:
+            row = _number(rows, at[0])
             return (
-                f"row {first + at[0]}: {words} key {at[1]}, of score {scores[at].item():.9g} "
+                f"row {row}: {words} key {at[1]}, of score {scores[at].item():.9g} "
                 f"within {bound[at].item():.3g}, where the {top_k}-th largest is "
                 f"{'at least' if words == 'selects' else 'at most'} {limit[at[0]].item():.9g}"
             )
@@ -126,7 +137,7 @@ def score_fault(
     starts: Tensor,
     *,
     num_heads: int,
-    first: int = 0,
+    rows: Tensor | None = None,
 ) -> tuple[str | None, float]:
     """Whether selected scores `[r, k]` are near float64 and then -inf, and their error.
 
@@ -136,7 +147,7 @@ def score_fault(
     at = _first((there != selected.isfinite()) | (~there & (selected != -math.inf)))
     if at is not None:
         words = "must be a number" if there[at] else "must be -inf"
-        place = f"row {first + at[0]}, place {at[1]}"
+        place = f"row {_number(rows, at[0])}, place {at[1]}"
         return f"{place}: got a score of {selected[at].item()}, {words}", 0.0
     places = (indices.long() + starts[:, None]).clamp(min=0)
     error = (selected.double() - scores.gather(1, places)).abs().masked_fill(~there, 0.0)
@@ -145,8 +156,9 @@ def score_fault(
     largest = float(parts.max())
     at = _first(error > score_bound(sums, num_heads))
     if at is not None:
+        row = _number(rows, at[0])
         return (
-            f"row {first + at[0]}, place {at[1]}: got a score of {selected[at].item():.9g}, off by "
+            f"row {row}, place {at[1]}: got a score of {selected[at].item():.9g}, off by "
             f"{parts[at].item():.3g} of its terms' magnitudes",
             largest,
         )

@@ -35,6 +35,8 @@ class Found:
 
     Fields
         differs         the first fault, in words; None where all is right
+        rows_exact      rows whose exact selection was compared, of both kinds of exact inputs
+        rows_bounded    rows of the timed inputs whose selection was compared with float64
         tied_rows       rows of exact inputs of whose k-th score there were more keys than wanted
         score_error     of selected scores, the largest distance from float64 as a part of the sum
                         of the magnitudes; None where the checks ended before
@@ -42,6 +44,8 @@ class Found:
     """
 
     differs: str | None = None
+    rows_exact: int = 0
+    rows_bounded: int = 0
     tied_rows: int = 0
     score_error: float | None = None
     baseline_fault: str | None = None
@@ -95,14 +99,13 @@ def _exact(
     for is_ragged in (False, True):
         inputs = exact_inputs(case, device, is_ragged=is_ragged)
         indices = _rows(_run(operation.call(inputs)))
-        wanted = torch.empty_like(indices)
-        for block in blocks(inputs):
-            scores = block.scores().scores
-            wanted[block.rows] = exact_selection(scores, block.starts, case.top_k)
-            found.tied_rows += _tied_rows(scores, case.top_k)
-        fault = difference(indices, wanted)
         kind = "ragged exact inputs" if is_ragged else "exact inputs"
-        yield _named(kind, fault)
+        for block in blocks(inputs, is_exact=True):
+            scores = block.scores(is_exact=True).scores
+            wanted = exact_selection(scores, block.starts, case.top_k)
+            found.tied_rows += _tied_rows(scores, case.top_k)
+            found.rows_exact += len(block.rows)
+            yield _named(kind, difference(indices[block.rows], wanted, block.rows))
 
 
 def _tied_rows(scores: Tensor, top_k: int) -> int:
@@ -166,23 +169,24 @@ def _bounded(
     selected = _rows(scored.outputs["selected_scores"])
     found.score_error = 0.0
     for block in blocks(inputs):
-        mine, first = indices[block.rows], block.rows.start
-        yield layout_fault(mine, block.ends - block.starts, first=first)
+        mine = indices[block.rows]
+        found.rows_bounded += len(block.rows)
+        yield layout_fault(mine, block.ends - block.starts, block.rows)
         of_rows = block.scores(has_magnitudes=True)
         scores, magnitudes = of_rows.scores, of_rows.magnitudes
         assert magnitudes is not None
         bound = score_bound(magnitudes, case.heads)
-        yield bound_fault(mine, scores, bound, block.starts, first=first)
+        yield bound_fault(mine, scores, bound, block.starts, block.rows)
         fault, error = score_fault(
             *(selected[block.rows], mine, scores, magnitudes, block.starts),
             num_heads=case.heads,
-            first=first,
+            rows=block.rows,
         )
         found.score_error = max(found.score_error, error)
         yield fault
         if baseline is not None and found.baseline_fault is None:
             theirs = _padded(baseline[block.rows], case.top_k)
-            found.baseline_fault = bound_fault(theirs, scores, bound, block.starts, first=first)
+            found.baseline_fault = bound_fault(theirs, scores, bound, block.starts, block.rows)
 
 
 def _padded(positions: Tensor, top_k: int) -> Tensor:

@@ -30,6 +30,9 @@ __all__ = [
 _ORACLE_PRODUCTS = 1 << 27
 _BASELINE_PRODUCTS = 1 << 29
 _BLOCK_ROWS = 256
+# Multiplications of a check: a few seconds of an H200, in float64 and of integers in bf16.
+_MOST_WIDE = 2e13
+_MOST_EXACT = 1e15
 _LEAST = -(2**63)
 _E4M3 = torch.float8_e4m3fn
 
@@ -52,7 +55,7 @@ class Block:
     """Rows that see the same keys.
 
     Fields
-        rows    which of the call's
+        rows    which of the call's, int64 [r]
         q, w    [r, H, 128] e4m3 and [r, H]
         values  [T, 128] e4m3
         scales  [T]; NaN of a key that is missing
@@ -60,7 +63,7 @@ class Block:
         ends    [r] int64: past the last
     """
 
-    rows: slice
+    rows: Tensor
     q: Tensor
     w: Tensor
     values: Tensor
@@ -68,20 +71,33 @@ class Block:
     starts: Tensor
     ends: Tensor
 
-    def scores(self, *, has_magnitudes: bool = False) -> Scores:
-        """Of each row and key."""
+    def scores(self, *, has_magnitudes: bool = False, is_exact: bool = False) -> Scores:
+        """Of each row and key.
+
+        Args:
+            is_exact: fp32 holds every sum, as of `exact_inputs`, and bf16 every number of q and
+                keys, so that fast products are exact.
+        """
         count, total = len(self.q), len(self.values)
         device = self.q.device
         found = torch.empty(count, total, dtype=torch.float64, device=device)
         magnitudes = torch.empty_like(found) if has_magnitudes else None
-        q, w = _wide(self.q.flatten(0, 1)), self.w.double()
+        q, w = self.q.flatten(0, 1), self.w.float()
+        wide_q, wide_w = _wide(q), w.double()
         step = max(1, _ORACLE_PRODUCTS // len(q))
         for first in range(0, total, step):
             place = slice(first, first + step)
-            keys, scales = _wide(self.values[place]).T, self.scales[place].double()
-            found[:, place] = _weighted(w, q @ keys) * scales
+            scales = self.scales[place].double()
+            if is_exact:
+                keys = self.values[place].bfloat16().T
+                dots = _products(q.bfloat16()[None], keys[None])[0]
+                found[:, place] = _weighted(w, dots) * scales
+                continue
+            keys = _wide(self.values[place]).T
+            found[:, place] = _weighted(wide_w, wide_q @ keys) * scales
             if magnitudes is not None:
-                magnitudes[:, place] = _weighted(w.abs(), q.abs() @ keys.abs()) * scales.abs()
+                dots = wide_q.abs() @ keys.abs()
+                magnitudes[:, place] = _weighted(wide_w.abs(), dots) * scales.abs()
         t = torch.arange(total, device=device)
         is_seen = (t >= self.starts[:, None]) & (t < self.ends[:, None])
         return Scores(found.masked_fill(~is_seen | found.isnan(), -math.inf), magnitudes)
@@ -98,16 +114,27 @@ def _weighted(w: Tensor, dots: Tensor) -> Tensor:
     return torch.bmm(w.unsqueeze(1), dots.relu_().view(count, heads, -1)).squeeze(1)
 
 
-def blocks(inputs: Inputs) -> Iterator[Block]:
-    """All rows of a call: a decode's by request, a prefill's some at a time."""
+def blocks(inputs: Inputs, *, is_exact: bool = False) -> Iterator[Block]:
+    """Rows of a call: all of a decode, by request; of a prefill as many as a check has time for.
+
+    Those are spread evenly, the last one among them.
+
+    Args:
+        is_exact: scores will be asked for as exact ones, which takes less time.
+    """
     q, w = inputs["q"], inputs["w"]
     if "page_table" not in inputs:
         values, scales = inputs["keys"], inputs["key_scales"]
         starts = inputs["k_start"].long().clamp(0, len(values))
         ends = inputs["k_end"].long().clamp(0, len(values))
-        for first in range(0, len(q), _BLOCK_ROWS):
-            rows = slice(first, min(first + _BLOCK_ROWS, len(q)))
-            yield Block(rows, q[rows], w[rows], values, scales, starts[rows], ends[rows])
+        each = w.shape[1] * HEAD_SIZE * len(values)
+        most = max(1, int((_MOST_EXACT if is_exact else _MOST_WIDE) / each))
+        stride = -(-len(q) // most)
+        chosen = torch.arange((len(q) - 1) % stride, len(q), stride, device=q.device)
+        as_bytes = q.view(torch.uint8)
+        for rows in chosen.split(_BLOCK_ROWS):
+            own = as_bytes[rows].view(_E4M3)
+            yield Block(rows, own, w[rows], values, scales, starts[rows], ends[rows])
         return
     pages, page_scales = page_views(inputs["cache"], PAGE_BYTES)
     requests, rows = q.shape[:2]
@@ -122,7 +149,7 @@ def blocks(inputs: Inputs) -> Iterator[Block]:
         scales = page_scales[own].masked_fill(~is_there[:, None], math.nan)
         ends = (length - drafts).clamp(0, width * PAGE_TOKENS)
         yield Block(
-            rows=slice(b * rows, (b + 1) * rows),
+            rows=torch.arange(b * rows, (b + 1) * rows, device=q.device),
             q=q[b],
             w=w[b],
             values=_taken(pages, own).flatten(0, 1),
