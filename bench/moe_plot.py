@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from svg_chart import Axis, Panel, Series, draw, log_ticks
+from floor_plot import draw_against_floor, when_and_where
+from svg_chart import Axis, Series
 
 # Colours and markers of what is drawn beside firesteel; names as in peers.json.
 PEERS = {
@@ -35,46 +36,16 @@ def moe_picture(
     )
     if not found:
         raise ValueError(f"records: got none of {shape} {recipe}, must have one at least")
-    floor = {r["m"]: r["floor_us"] for r in found}
     times = _times(found, peers.get(f"{shape} {recipe}", {}), recipe)
-    lengths = [us for series in times for _, us in series.points]
     tokens = tuple(sorted({m for series in times for m, _ in series.points}))
-    shares = tuple(
-        Series(
-            each.name,
-            # A peer's time where this layer was not measured has no floor to compare with.
-            tuple((m, floor[m] / us) for m, us in each.points if m in floor),
-            each.color,
-            each.marker,
-            each.dash,
-        )
-        for each in times
-    )
-    days = sorted({r["date"][:10] for r in found})
-    commits = ", ".join(dict.fromkeys(r["commit"] for r in found))
-    machines = ", ".join(dict.fromkeys(r["machine"]["name"] for r in found))
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    x = Axis("tokens M of a call", tokens, is_log=True)
-    return draw(
+    return draw_against_floor(
         f"One MoE layer, {shape} {recipe}, uniform routing",
-        f"{machines}, {when}, commit {commits}",
-        (
-            Panel(
-                "Time of the whole layer (lower is better)",
-                x,
-                Axis("microseconds", log_ticks(min(lengths), max(lengths)), is_log=True),
-                times,
-                "us",
-            ),
-            Panel(
-                "Fraction of the floor (higher is better)",
-                x,
-                Axis("floor / time", (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), is_log=False),
-                shares,
-                "of the floor",
-            ),
-        ),
-        (f"Peers: {peers['source']}.",),
+        when_and_where(found),
+        times,
+        {r["m"]: r["floor_us"] for r in found},
+        times_title="Time of the whole layer (lower is better)",
+        x=Axis("tokens M of a call", tokens, is_log=True),
+        notes=(f"Peers: {peers['source']}.",),
     )
 
 

@@ -55,11 +55,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis from its first tick to its last."""
+    """An axis from its first tick to its last; `unit` is what markers' titles count along x."""
 
     label: str
     ticks: tuple[float, ...]
     is_log: bool
+    unit: str = "tokens"
 
     def place(self, value: float) -> float:
         """Where a value lies, from 0 to 1; in the middle of an axis of one tick."""
@@ -181,7 +182,8 @@ def _panel(root: ElementTree.Element, panel: Panel, left: float, width: float) -
         _line(group, series, places)
         for place, (x, y) in zip(places, series.points, strict=True):
             amount = f"{y:.1f}" if panel.y.is_log else f"{y:.2f}"
-            _marker(group, series, place, f"{series.name}, {x:g} tokens: {amount} {panel.unit}")
+            at = f"{x:g} {panel.x.unit}"
+            _marker(group, series, place, f"{series.name}, {at}: {amount} {panel.unit}")
 
 
 def _line(

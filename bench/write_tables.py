@@ -3,8 +3,8 @@
     python bench/write_tables.py
 
 Reads `bench/results/<device>/*.jsonl` and rewrites what stands between `<!-- results NAME -->` and
-`<!-- end -->` in docs/quality.md and docs/performance.md, and the pictures in docs/images. The last
-line of each recipe, model or geometry counts.
+`<!-- end -->` in docs/quality.md, docs/performance.md and docs/indexer.md, and the pictures in
+docs/images. The last line of each recipe, model, geometry or case counts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from indexer_plot import indexer_picture
 from moe_plot import moe_picture
 
 from firesteel.cli.console import format_bytes
 
 ROOT = Path(__file__).parents[1]
-DOCS = ("quality.md", "performance.md")
+DOCS = ("quality.md", "performance.md", "indexer.md")
 # What docs/images/moe-<shape>.svg shows.
 PICTURES = (("glm-5.2-tp4", "int4-g128"),)
+# The cases that docs/images/indexer-<kind>.svg shows.
+INDEXER_PICTURE = "turnkey"
 # Where docs/quality.md has `firesteel quantize` put checkpoints, each named by its recipe.
 QUANTIZED = "build/quality/"
 _BLOCK = re.compile(r"(<!-- results (\w+) -->\n).*?(<!-- end -->)", re.S)
@@ -326,12 +329,50 @@ def _fraction(number: float | None) -> str:
     return "" if number is None else f"{number:.4f}"
 
 
+def indexer_table(records: Sequence[dict[str, Any]]) -> str:
+    """A call by case, and where its time goes; with the picture, where there is one."""
+    peers = read_peers()["indexer"]
+    rows: list[list[str]] = []
+    for r in records:
+        shape = f"{r['requests']} x {r['rows_per_request']} rows, {r['heads']} heads"
+        known = peers if r["cache_dtype"] == "e4m3" else {}
+        rows.append(
+            [
+                f"{r['case']}, {r['cache_dtype']}: {shape}",
+                _tenth(r["us"]),
+                _tenth(r["floor_us"]),
+                "" if r["us"] is None else f"{r['fraction_of_floor']:.2f}",
+                " + ".join(_tenth(each["us"]) for each in r["launches"]),
+                f"{known[r['case']]:g}" if r["case"] in known else "",
+                _tenth(r["torch_bf16_us"]),
+                format_bytes(r["workspace_bytes"]),
+                "" if r["score_error"] is None else f"{r['score_error']:.1e}",
+                "yes" if r["exact"] else "NO",
+            ]
+        )
+    head = ["case", "us", "floor, us", "of floor", "launches alone, us",
+            "best scores, then best top-k, us", "torch bf16, us", "workspace", "score error",
+            "exact"]  # fmt: skip
+    text = markdown(head, rows) + f"\nBest scores, then best top-k: {peers['source']}.\n"
+    if indexer_picture(records, peers, INDEXER_PICTURE) is not None:
+        text += (
+            "\n![Two charts against the context: microseconds, and the fraction of the floor. The "
+            f"table has the numbers.](images/indexer-{INDEXER_PICTURE}.svg)\n"
+        )
+    return text
+
+
+def _tenth(us: float | None) -> str:
+    return "" if us is None else f"{us:.1f}"
+
+
 BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], str]]] = {
     "quality": (("recipe", "window", "stride", "tokens"), quality_table),
     "cpu": (("model", "prefill_tokens", "decode_steps"), cpu_table),
     "launch": (("model", "driver"), launch_table),
     "moe": (("shape", "recipe", "batch_invariant", "routing", "m"), moe_table),
     "counters": (("shape", "recipe", "m", "kernel"), counters_table),
+    "indexer": (("case", "cache_dtype"), indexer_table),
     "decode": (
         ("model", "layers", "recipe", "batch", "context", "experts", "graph"),
         decode_table,
@@ -362,9 +403,12 @@ def pictures(results: Path) -> dict[str, str]:
     """The SVG text of each picture by its file's name."""
     records = layers(read_results(results, "moe"), *BENCHES["moe"][0])
     peers = read_peers()
-    return {
+    found = {
         f"moe-{shape}.svg": moe_picture(records, peers, shape, recipe) for shape, recipe in PICTURES
     }
+    measured = newest(read_results(results, "indexer"), *BENCHES["indexer"][0])
+    picture = indexer_picture(measured, peers["indexer"], INDEXER_PICTURE)
+    return found if picture is None else {**found, f"indexer-{INDEXER_PICTURE}.svg": picture}
 
 
 def main(root: Path) -> int:

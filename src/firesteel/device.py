@@ -15,6 +15,7 @@ __all__ = [
     "default_device",
     "device_name",
     "device_target",
+    "free_bytes",
     "is_capturing",
     "stream_getter",
     "synchronize",
@@ -83,6 +84,12 @@ def allocations(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that torch can still give out: what is free, and what it keeps unused."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 @contextmanager

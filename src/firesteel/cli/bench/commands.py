@@ -172,6 +172,55 @@ def moe(
 
 
 @bench.command()
+def indexer(
+    *,
+    cases: Annotated[
+        str | None,
+        typer.Option(
+            "--case",
+            help="Names with commas between; all if not given. turnkey-8k, -32k, -131k, -524k and "
+            "-1m: 8 requests of 6 rows, 32 heads. one-8k and -131k: a row, 64 heads. batch-8k and "
+            "-131k: 48 requests of a row, 64 heads. prefill-32k, -131k, -1m: 3072 rows, 32 heads.",
+        ),
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="Of a case of one's own instead: decode or prefill.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Of one's own case: 8, or 1 of a prefill.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Of each request of one's own case: 6, or 3072 of a prefill.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help="Of one's own case: 32.")] = None,
+    context_length: Annotated[
+        int | None,
+        typer.Option("--context", help="Keys of each request of one's own case: 131072."),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Of one's own case: 2048.")] = None,
+    cache_dtype: Annotated[str, typer.Option(help="How keys are stored: e4m3.")] = "e4m3",
+    baseline: Annotated[bool, typer.Option(help="Also time torch's products and topk.")] = True,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """The indexer's scores and selection on a GPU, found right first, against floor and torch."""
+    from firesteel.cli.bench.indexer import IndexerRequest, run
+    from firesteel.cli.bench.indexer_cases import chosen_cases
+
+    own = {
+        "mode": mode,
+        "requests": requests,
+        "rows": rows,
+        "heads": heads,
+        "context": context_length,
+        "top_k": top_k,
+    }
+    chosen = chosen_cases(cases, own, cache_dtype)
+    run(IndexerRequest(cases=chosen, device=device, baseline=baseline), as_json=as_json, out=out)
+
+
+@bench.command()
 def decode(
     *,
     model: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ import torch
 
 from firesteel.device import synchronize
 
-__all__ = ["BATCHES", "graph_us", "host_ns"]
+__all__ = ["BATCHES", "captured", "graph_us", "host_ns"]
 
 BATCHES = 15
-_REPLAYS, _UNCOUNTED = 25, 3
+_REPLAYS, _UNCOUNTED, _LEAST = 25, 3, 5
 
 
 def host_ns(function: Callable[[], object], device: torch.device, calls: int = 60) -> float:
@@ -40,17 +41,24 @@ def host_ns(function: Callable[[], object], device: torch.device, calls: int = 6
     return statistics.median(found)
 
 
-def graph_us(functions: Sequence[Callable[[], object]], *, replays: int = _REPLAYS) -> list[float]:
-    """Microseconds a function, of each replay of a graph that calls each once."""
-    for function in functions:
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for function in functions:
-            function()
+def graph_us(
+    functions: Sequence[Callable[[], object]],
+    *,
+    replays: int = _REPLAYS,
+    seconds: float = math.inf,
+) -> list[float]:
+    """Microseconds a function, of each replay of a graph that calls each once.
+
+    Args:
+        replays: how many are counted.
+        seconds: after so many there is no further replay, once `_LEAST` are counted.
+    """
+    graph = captured(functions)
     found: list[float] = []
-    for _ in range(_UNCOUNTED + replays):
+    began = time.perf_counter()
+    for number in range(_UNCOUNTED + replays):
+        if number >= _UNCOUNTED + _LEAST and time.perf_counter() - began > seconds:
+            break
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -58,3 +66,15 @@ def graph_us(functions: Sequence[Callable[[], object]], *, replays: int = _REPLA
         end.synchronize()
         found.append(start.elapsed_time(end) * 1000 / len(functions))
     return found[_UNCOUNTED:]
+
+
+def captured(functions: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A graph that calls each function once; each was called once before."""
+    for function in functions:
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for function in functions:
+            function()
+    return graph
