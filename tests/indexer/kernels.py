@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from firesteel.indexer.pages import PAGE_BYTES, page_views
+from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, page_bytes, page_values, page_views
 from firesteel.indexer.plan import decode_tile
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
@@ -24,11 +24,27 @@ def power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def e4m3(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
-    """Values of e4m3; where exact small integers, so that scores have no rounding."""
+def numbers(
+    *shape: int, generator: torch.Generator, is_exact: bool, cache_dtype: str = "e4m3"
+) -> Tensor:
+    """Values as a cache has them; where exact small integers, so that scores have no rounding."""
+    found = torch.randn(shape, generator=generator)
     if is_exact:
-        return torch.randint(-2, 3, shape, generator=generator).float().to(E4M3)
-    return torch.randn(shape, generator=generator).to(E4M3)
+        found = torch.randint(-2, 3, shape, generator=generator).float()
+    return found.to(CACHE_DTYPES[cache_dtype])
+
+
+def e4m3(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
+    """Values of e4m3."""
+    return numbers(*shape, generator=generator, is_exact=is_exact)
+
+
+def with_holes(keys: Tensor, generator: torch.Generator) -> Tensor:
+    """Keys `[.., 128]` of which one in eight has a NaN: it must never be selected."""
+    is_hole = torch.rand(keys.shape[:-1], generator=generator) < 1 / 8
+    column = torch.randint(0, 128, keys.shape[:-1], generator=generator)
+    at = is_hole[..., None] & (torch.arange(128) == column[..., None])
+    return torch.where(at, torch.full_like(keys, math.nan), keys)
 
 
 def weights(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
@@ -65,6 +81,7 @@ class Decode:
     page_table: Tensor
     seq_lens: Tensor
     page_stride: int = PAGE_BYTES
+    cache_dtype: str = "e4m3"
 
     @property
     def rows(self) -> int:
@@ -88,8 +105,15 @@ class Decode:
         return decode_tile(spec).constants
 
     @property
-    def pages(self) -> tuple[Tensor, Tensor]:
-        return page_views(self.cache, self.page_stride)
+    def pages(self) -> tuple[Tensor, Tensor | None]:
+        if self.cache_dtype == "e4m3":
+            return page_views(self.cache, self.page_stride)
+        return page_values(self.cache, self.page_stride, self.cache_dtype), None
+
+    @property
+    def views(self) -> tuple[Tensor, Tensor | None]:
+        """The cache as kernels take it."""
+        return views(self.cache, self.cache_dtype)
 
     def lengths(self) -> list[int]:
         """Of each row, as an independent few lines."""
@@ -106,7 +130,8 @@ def decode_case(
     rows: int = 1,
     heads: int = 8,
     width: int = 3,
-    page_stride: int = PAGE_BYTES,
+    cache_dtype: str = "e4m3",
+    page_stride: int = 0,
     missing: float = 0.0,
     is_exact: bool = False,
     seed: int = 0,
@@ -115,11 +140,15 @@ def decode_case(
     generator = torch.Generator().manual_seed(seed)
     requests = len(lens)
     num_pages = requests * width
+    page_stride = page_stride or page_bytes(cache_dtype)
     cache = torch.full((num_pages * page_stride,), 0x7E, dtype=torch.uint8)
-    values, scales = page_views(cache, page_stride)
+    values = page_values(cache, page_stride, cache_dtype)
     kind = {"generator": generator, "is_exact": is_exact}
-    values.copy_(e4m3(*values.shape, **kind))
-    scales.copy_(key_scales(*scales.shape, **kind))
+    values.copy_(numbers(*values.shape, **kind, cache_dtype=cache_dtype))
+    if cache_dtype == "e4m3":
+        page_views(cache, page_stride)[1].copy_(key_scales(*values.shape[:2], **kind))
+    else:
+        values.copy_(with_holes(values, generator))
     table = torch.randperm(num_pages, generator=generator).view(requests, width).int()
     is_missing = torch.rand(table.shape, generator=generator) < missing
     # Past the live pages anything may stand.
@@ -127,30 +156,41 @@ def decode_case(
     is_past = torch.arange(width)[None] >= live[:, None]
     table = torch.where(is_missing, -1, table).masked_fill(is_past, 2**31 - 1)
     return Decode(
-        q=e4m3(requests, rows, heads, 128, **kind),
+        q=numbers(requests, rows, heads, 128, **kind, cache_dtype=cache_dtype),
         w=weights(requests, rows, heads, **kind),
         cache=cache,
+        cache_dtype=cache_dtype,
         page_table=table.int(),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         page_stride=page_stride,
     )
 
 
-def views(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache as kernels take it: as e4m3 and as fp32."""
+def views(cache: Tensor, cache_dtype: str = "e4m3") -> tuple[Tensor, Tensor | None]:
+    """A cache as kernels take it: as e4m3 and as fp32, or as 16-bit numbers."""
+    if cache_dtype != "e4m3":
+        return cache[: cache.numel() // 2 * 2].view(CACHE_DTYPES[cache_dtype]), None
     return cache.view(E4M3), cache[: cache.numel() // 4 * 4].view(torch.float32)
 
 
 def run_write(
-    keys: Tensor, slots: Tensor, cache: Tensor, page_stride: int, *, power_of_two: bool = False
+    keys: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    page_stride: int,
+    *,
+    power_of_two: bool = False,
+    cache_dtype: str = "e4m3",
 ) -> None:
     """Write keys, whose rows lie 16 elements further apart than they are long, into a cache."""
     memory = Memory()
     held = memory.holding(keys, padding=16)
     unit = 16 // keys.itemsize
+    taken, scales = views(cache, cache_dtype)
+    taken = cache if cache_dtype == "e4m3" else taken
     launch(
         *(write_pages_kernel, (-(-len(keys) // 4),), held, memory.holding(slots)),
-        *(cache, views(cache)[1], held.stride(0) // unit, page_stride // 16, len(keys)),
+        *(taken, scales, held.stride(0) // unit, page_stride // 16, len(keys)),
         **{"POWER_OF_TWO": power_of_two, "BLOCK_M": 4},
     )
     memory.check()
@@ -164,7 +204,8 @@ def run_scores(case: Decode, *, programs: int = 2) -> Tensor:
     table = memory.holding(case.page_table, padding=1)
     launch(
         *(decode_scores_kernel, (len(case.seq_lens), programs)),
-        *(memory.holding(case.q), memory.holding(case.w), *views(memory.holding(case.cache))),
+        *(memory.holding(case.q), memory.holding(case.w)),
+        *views(memory.holding(case.cache), case.cache_dtype),
         *(table, memory.holding(case.seq_lens), scores),
         *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64),
         **case.tile,
@@ -264,7 +305,7 @@ def run_stream(
         table_stride, page_stride, capacity = 0, 0, len(case.keys)
     else:
         table = memory.holding(pages.page_table, padding=1)
-        keys = (*views(memory.holding(pages.cache)), table)
+        keys = (*views(memory.holding(pages.cache), pages.cache_dtype), table)
         table_stride, page_stride = table.stride(0), pages.page_stride // 16
         capacity = pages.width * 64
     block = tile["ROW_BLOCK"] + tile["REST_BLOCK"]

@@ -1,12 +1,14 @@
 """`select` of the indexer: total and pure, of few keys and bounded memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.indexer.pages import CACHE_DTYPES
 from firesteel.indexer.plan import MAX_WORKSPACE, SPAN, STREAM_PROGRAMS, is_tiled, levels
 from firesteel.indexer.spec import TOP_KS, DecodeSpec, PageWriterSpec, PrefillSpec
 from firesteel.launch import plan
@@ -17,6 +19,7 @@ from tests.launch.rig import call_of, ready_on_stub, tensors_of
 MILLION = 1 << 20
 TURNKEY = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=128)
 LONG = replace(TURNKEY, width=MILLION // 64)
+HALF = DecodeSpec(num_heads=32, top_k=2048, width=128, cache_dtype="bf16")
 PREFILL = PrefillSpec(num_heads=32, top_k=2048, num_keys=131072)
 PAGED = PrefillSpec(num_heads=64, top_k=512, width=2048, num_requests=4, has_slots=True)
 
@@ -32,7 +35,8 @@ def decodes(draw: st.DrawFn) -> DecodeSpec:
         top_k=draw(st.sampled_from(TOP_KS)),
         rows=draw(st.integers(1, 8)),
         width=draw(st.sampled_from((1, 3, 128, 2048, MILLION // 64, 8 * MILLION // 64))),
-        page_stride=draw(st.sampled_from((8448, 1_077_120))),
+        cache_dtype=draw(st.sampled_from(tuple(CACHE_DTYPES))),
+        page_stride=draw(st.sampled_from((0, 1_077_120))),
         has_slots=draw(st.booleans()),
         has_scores=draw(st.booleans()),
         pdl=draw(st.booleans()),
@@ -95,7 +99,17 @@ def test_plans_are_values_of_few_keys(spec: Spec) -> None:
     assert made.digest == plan(spec, 300).digest
 
 
-@pytest.mark.parametrize("spec", [replace(LONG, has_slots=True), PREFILL, PAGED, PageWriterSpec()])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(replace(LONG, has_slots=True), PREFILL, PAGED, PageWriterSpec()),
+        *(
+            HALF,
+            replace(PREFILL, cache_dtype="fp16", page_stride=0),
+            PageWriterSpec(cache_dtype="bf16"),
+        ),
+    ],
+)
 def test_a_plan_binds_and_runs(spec: Spec) -> None:
     driver = StubDriver.open()
     driver.reset()
@@ -120,10 +134,12 @@ def test_a_plan_binds_and_runs(spec: Spec) -> None:
         ({"rows": 9}, InvalidArgumentError, "rows: got 9, must be an integer from 1 to 8"),
         ({"width": 0}, InvalidArgumentError, "width: got 0"),
         ({"page_stride": 8449}, InvalidArgumentError, "page_stride: got 8449"),
+        ({"cache_dtype": "fp32"}, UnsupportedError, "cache_dtype: got 'fp32', must be one of e4m3"),
+        ({"cache_dtype": "fp16"}, InvalidArgumentError, r"page_stride: got 8448, .* from 16384"),
     ],
 )
 def test_a_field_that_no_kernel_takes_is_refused(
-    changed: dict[str, int], error: type[Exception], words: str
+    changed: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         replace(TURNKEY, **changed)
@@ -137,6 +153,27 @@ def test_keys_are_contiguous_or_in_pages() -> None:
         replace(PREFILL, has_slots=True)
     with pytest.raises(UnsupportedError, match="dtype: got 'fp64'"):
         PageWriterSpec(dtype="fp64")
+
+
+def test_pages_of_16_bits_have_no_scales() -> None:
+    spec = PrefillSpec(num_heads=32, top_k=512, num_keys=64, cache_dtype="fp16")
+    assert [each.name for each in spec.operands(())][:2] == ["keys", "q"]
+    assert {each.dtype for each in spec.operands(())[:2]} == {"fp16"}
+    assert (TURNKEY.page_stride, HALF.page_stride) == (8448, 16384)
+    for made in (HALF, spec):
+        (launch,) = (each for each in made.select(1, ()) if "select" not in each.key.name)
+        assert dict(launch.key.constexprs)["scales_ptr"] is None
+    with pytest.raises(UnsupportedError, match="power_of_two: got True, must be False of bf16"):
+        PageWriterSpec(cache_dtype="bf16", power_of_two=True)
+
+
+def test_queries_that_no_shared_memory_holds_are_refused() -> None:
+    wide = DecodeSpec(num_heads=33, top_k=512, width=1, rows=5, cache_dtype="bf16")
+    assert wide.for_target("sm_90") == wide
+    with pytest.raises(UnsupportedError, match="rows: got 5 of 33 heads in bf16, must be at most"):
+        wide.for_target("sm_120")
+    for fits in ({"rows": 4}, {"num_heads": 32}, {"cache_dtype": "e4m3", "page_stride": 0}):
+        assert replace(wide, **fits).for_target("sm_120").rows
 
 
 def test_a_negative_count_is_refused() -> None:

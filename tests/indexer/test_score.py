@@ -31,7 +31,8 @@ def check_scores(case: Decode, scores: Tensor) -> None:
             if page < 0:
                 continue
             here = slice(start, min(start + 64, length))
-            bound = score_bound_reference(case.q[b, j], case.w[b, j], values[page], scales[page])
+            page_scales = None if scales is None else scales[page]
+            bound = score_bound_reference(case.q[b, j], case.w[b, j], values[page], page_scales)
             error = (found[here] - expected[here]).abs()
             is_number = ~expected[here].isnan()
             assert (error <= bound[: len(error)])[is_number].all()
@@ -44,6 +45,23 @@ def test_scores_lie_within_their_bound(rows: int) -> None:
     heads = (8, 64, 16, 24, 32, 8, 9, 16)[rows - 1]
     lens = [150, 0, rows, 64, 2**31 - 1]
     check_scores(case := decode_case(lens, rows=rows, heads=heads, missing=0.2), run_scores(case))
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 9), (6, 8)])
+def test_scores_of_16_bit_keys(rows: int, heads: int) -> None:
+    kind = {"cache_dtype": "fp16", "page_stride": 16400, "missing": 0.2}
+    case = decode_case([150, 0, 192], rows=rows, heads=heads, **kind)
+    check_scores(case, run_scores(case))
+
+
+def test_a_nan_key_is_its_score_whatever_heads_and_weights_are() -> None:
+    """Of a head whose product is negative, which relu drops, and of weights that are 0."""
+    case = decode_case([64], heads=9, cache_dtype="fp16", is_exact=True)
+    case.q.fill_(-1)
+    case.pages[0].fill_(1)
+    case.pages[0][:, ::2, 5] = math.nan
+    case.w.zero_()
+    assert run_scores(case)[0, :64].isnan().tolist() == [True, False] * 32
 
 
 def test_lengths_that_are_negative_are_none() -> None:

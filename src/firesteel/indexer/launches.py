@@ -72,25 +72,35 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Where keys are: in pages, whose table each call may pass, or contiguous (no page_stride)."""
+    """Where keys are: in pages, whose table each call may pass, or contiguous (no page_stride).
 
+    Fields
+        dtype         of the keys, "fp8e4nv", "bf16" or "fp16"; only the first has scales
+        page_stride   bytes from page to page; None where keys are contiguous
+        table_stride  of the page table
+    """
+
+    dtype: str
     page_stride: int | None = None
     table_stride: Argument = 0
 
     @property
     def given(self) -> Given:
-        """Pointers to values and scales, and strides."""
+        """Pointers to queries, values and scales, and strides."""
+        has_scales = self.dtype == "fp8e4nv"
         if self.page_stride is None:
             return {
-                "values_ptr": ("*fp8e4nv", "keys"),
-                "scales_ptr": ("*fp32", "key_scales"),
+                "q_ptr": (f"*{self.dtype}", "q"),
+                "values_ptr": (f"*{self.dtype}", "keys"),
+                "scales_ptr": ("*fp32", "key_scales") if has_scales else (None, None),
                 "page_table_ptr": (None, None),
                 "stride_table": ("i64", 0),
                 "page_stride": ("i64", 0),
             }
         return {
-            "values_ptr": ("*fp8e4nv", "cache"),
-            "scales_ptr": ("*fp32", "cache"),
+            "q_ptr": (f"*{self.dtype}", "q"),
+            "values_ptr": (f"*{self.dtype}", "cache"),
+            "scales_ptr": ("*fp32", "cache") if has_scales else (None, None),
             "page_table_ptr": ("*i32", "page_table"),
             "stride_table": ("i64", self.table_stride),
             "page_stride": ("i64", self.page_stride // 16),
@@ -151,6 +161,7 @@ def _launch(
 def write_pages(
     *,
     dtype: str,
+    cache_dtype: str,
     slots: str,
     page_stride: int,
     power_of_two: bool,
@@ -158,12 +169,13 @@ def write_pages(
     block: int,
     pdl: bool,
 ) -> Launch:
-    """Round and place so many keys, `block` a program."""
+    """Round and place so many keys, `block` a program; types are those of `DTYPES`."""
+    has_scales = cache_dtype == "fp8e4nv"
     given: Given = {
         "keys_ptr": (f"*{dtype}", "keys"),
         "slots_ptr": (f"*{slots}", "slots"),
-        "values_ptr": ("*u8", "cache"),
-        "scales_ptr": ("*fp32", "cache"),
+        "values_ptr": ("*u8" if has_scales else f"*{cache_dtype}", "cache"),
+        "scales_ptr": ("*fp32", "cache") if has_scales else (None, None),
         "stride_keys": ("i64", Stride("keys")),
         "page_stride": ("i64", page_stride // 16),
         "M": ("i64", num_tokens),
@@ -178,9 +190,8 @@ def decode_scores(
 ) -> Launch:
     """Scores of every row of so many requests, by so many programs each."""
     given: Given = {
-        "q_ptr": ("*fp8e4nv", "q"),
-        "w_ptr": ("*fp32", "w"),
         **keys.given,
+        "w_ptr": ("*fp32", "w"),
         "seq_lens_ptr": ("*i32", "seq_lens"),
         "scores_ptr": ("*fp32", "scores"),
         "width": ("i64", width),
@@ -247,9 +258,8 @@ def stream(
 ) -> Launch:
     """Scores and selection of so many rows in blocks, by so many programs."""
     given: Given = {
-        "q_ptr": ("*fp8e4nv", "q"),
-        "w_ptr": ("*fp32", "w"),
         **keys.given,
+        "w_ptr": ("*fp32", "w"),
         **ranges.given("seq_lens", "row_request", "k_start", "k_end"),
         "scratch_ptr": ("*fp32", "scores"),
         "kept_ptr": ("*i64", "candidates"),

@@ -12,6 +12,7 @@ Nothing here asks a device: how many programs keep a GPU busy is a constant.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from firesteel.errors import InvalidArgumentError
@@ -69,7 +70,7 @@ def _check_count(num_tokens: int) -> None:
         raise InvalidArgumentError(f"num_tokens: got {num_tokens}, must not be negative")
 
 
-def _tile(heads: int, rows: int) -> Tile:
+def _tile(heads: int, rows: int, cache_dtype: str) -> Tile:
     head_block = _power(heads)
     # A product has sixteen columns at least.
     least = 16 // head_block
@@ -79,24 +80,29 @@ def _tile(heads: int, rows: int) -> Tile:
         rest = max(_power(rows - half), least)
         if half + rest < row_block:
             row_block, rest_block = half, rest
+    columns = (row_block + rest_block) * head_block
+    # Twice the bytes: so that two programs, on sm_120 one, find room for their queries.
+    is_wide = cache_dtype != "e4m3" and columns > MAX_COLUMNS // 2
     return Tile(
         heads=heads,
         rows=rows,
         row_block=row_block,
         rest_block=rest_block,
         head_block=head_block,
-        warps=8 if (row_block + rest_block) * head_block <= MAX_COLUMNS else 16,
+        warps=8 if columns <= MAX_COLUMNS else 16,
+        stages=2 if is_wide else 3,
     )
 
 
 def decode_tile(spec: DecodeSpec) -> Tile:
     """All rows of a request in one product, so that its keys are read once."""
-    return _tile(spec.num_heads, spec.rows)
+    return _tile(spec.num_heads, spec.rows, spec.cache_dtype)
 
 
 def prefill_tile(spec: PrefillSpec) -> Tile:
     """As many rows as a product has columns for, at most eight."""
-    return _tile(spec.num_heads, min(8, MAX_COLUMNS // _power(spec.num_heads)))
+    rows = min(8, MAX_COLUMNS // _power(spec.num_heads))
+    return _tile(spec.num_heads, rows, spec.cache_dtype)
 
 
 def levels(capacity: int, top_k: int) -> list[int]:
@@ -162,6 +168,7 @@ def select_write(spec: PageWriterSpec, num_tokens: int, flags: Flags) -> tuple[L
         return ()
     launch = write_pages(
         dtype=spec.dtype,
+        cache_dtype=spec.element,
         slots=dict(flags)["slots"],
         page_stride=spec.page_stride,
         power_of_two=spec.power_of_two,
@@ -184,7 +191,7 @@ def select_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
     if not is_tiled(spec, num_requests):
         return _stream_decode(spec, num_requests)
     scores = decode_scores(
-        Keys(page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        _pages(spec),
         decode_tile(spec),
         requests=num_requests,
         programs=min(spec.width, -(-SCORE_PROGRAMS // num_requests)),
@@ -225,6 +232,10 @@ def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
     return found
 
 
+def _pages(spec: DecodeSpec) -> Keys:
+    return Keys(dtype=spec.element, page_stride=spec.page_stride, table_stride=Stride("page_table"))
+
+
 def _outputs(spec: DecodeSpec | PrefillSpec) -> Outputs:
     return Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
 
@@ -242,7 +253,7 @@ def _stream_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
     return _stream(
         spec,
         decode_tile(spec),
-        Keys(page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        _pages(spec),
         Ranges(seq_lens=True),
         num_rows=num_requests * spec.rows,
         blocks=num_requests,
@@ -259,9 +270,9 @@ def select_prefill(spec: PrefillSpec, num_rows: int) -> tuple[Launch, ...]:
     if num_rows == 0:
         return ()
     tile = prefill_tile(spec)
-    keys, ranges = Keys(), Ranges(k_start=True, k_end=True)
+    keys, ranges = Keys(dtype=spec.element), Ranges(k_start=True, k_end=True)
     if spec.width is not None:
-        keys = Keys(page_stride=spec.page_stride, table_stride=spec.width)
+        keys = replace(keys, page_stride=spec.page_stride, table_stride=spec.width)
         ranges = Ranges(row_request=True, k_end=True)
     blocks = -(-num_rows // tile.rows)
     return _stream(spec, tile, keys, ranges, num_rows=num_rows, blocks=blocks)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-__all__ = ["clamped_length", "decode_scores_kernel", "query_tile", "store_scores"]
+__all__ = ["clamped_length", "decode_scores_kernel", "page_keys", "query_tile", "store_scores"]
 
 
 @triton.jit
@@ -33,6 +33,26 @@ def query_tile(
     d = tl.arange(0, 128)
     q = tl.load(q_ptr + at[None, :] * 128 + d[:, None], mask=is_head[None, :], other=0.0)
     return q, tl.load(w_ptr + at, mask=is_head, other=0.0)
+
+
+@triton.jit
+def page_keys(values_ptr, scales_ptr, page, page_stride):
+    """(keys [64, 128], scales [64]) of a page, whose stride is in units of 16 bytes.
+
+    Zeros where page is negative, which is not read; ones for the scales that 16-bit keys lack.
+    """
+    t = tl.arange(0, 64)
+    d = tl.arange(0, 128)
+    is_there = (t >= 0) & (page >= 0)
+    start = tl.maximum(page, 0) * page_stride
+    UNIT: tl.constexpr = 128 // values_ptr.dtype.element_ty.primitive_bitwidth
+    keys_ptrs = values_ptr + start * UNIT + (t[:, None] * 128 + d[None, :])
+    keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
+    if scales_ptr is not None:
+        scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
+    else:
+        scales = tl.full((64,), 1.0, tl.float32)
+    return keys, scales, is_there
 
 
 @triton.jit
@@ -94,10 +114,10 @@ def decode_scores_kernel(
     """scores[r, t] = k_scale[t] * sum over h of w[r, h] * relu(q[r, h] . k[t])
 
     name        shape              dtype  layout            traffic
-    q           [B, ROWS, H, 128]  e4m3   contiguous        read by each program of its request
+    q           [B, ROWS, H, 128]  as values  contiguous    read by each program of its request
     w           [B, ROWS, H]       fp32   contiguous        as q
-    values      [bytes]            e4m3   the cache         live pages read once
-    scales      [bytes]            fp32   the cache again   as values
+    values      [bytes]            e4m3 or 16-bit; the cache, live pages read once
+    scales      [bytes]            fp32   the cache again   as values; None of 16-bit keys
     page_table  [B, width]         int32  unit last stride  live entries read once
     seq_lens    [B]                int32  contiguous        read by each program of its request
     scores      [B * ROWS, C]      fp32   rows apart        live pages written; the rest as it was
@@ -109,11 +129,13 @@ def decode_scores_kernel(
     A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
 
     Grid      (B, P); the P programs of a request share its live pages, whatever width is.
-    Key       H, ROWS, blocks, STAGES.
+    Key       type of values, H, ROWS, blocks, STAGES.
     Numerics  exact products; sums of 128, and of H, in fp32 on the order of the layout, which is
               the same for every page; the same bits whatever B, P and the lengths are. On Hopper
-              e4m3 products are added with fewer bits than fp32 has (score_bound_reference).
-    Bytes     8448 a live page; B * P * ROWS * H * 132 from L2; 4 * ROWS * 64 a live page written
+              e4m3 products are added with fewer bits than fp32 has (score_bound_reference). A NaN
+              in a key, or as its scale, is its score.
+    Bytes     8448 or 16384 a live page; B * P * ROWS * H * (4 + 128 numbers) from L2; written
+              4 * ROWS * 64 a live page
     Range     pages and scores may lie past 2**31, so offsets are int64. Blocks are powers of
               two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H.
     Oracle    decode_scores_reference
@@ -136,15 +158,10 @@ def decode_scores_kernel(
         rest_row = b * ROWS + rest
         rest_q, rest_w = query_tile(q_ptr, w_ptr, rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
     t = tl.arange(0, 64)
-    d = tl.arange(0, 128)
     table_ptr = page_table_ptr + b * stride_table
     for number in tl.range(first, last, num_stages=STAGES):
         page = tl.load(table_ptr + number).to(tl.int64)
-        is_there = (t >= 0) & (page >= 0)
-        start = tl.maximum(page, 0) * page_stride
-        keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
-        keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
-        scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
+        keys, scales, is_there = page_keys(values_ptr, scales_ptr, page, page_stride)
         at = scores_ptr + (number * 64 + t)[:, None]
         ptrs = at + row[None, :] * stride_scores * 64
         store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
