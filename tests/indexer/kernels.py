@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, page_bytes, page_values, page_views
 from firesteel.indexer.plan import decode_tile
 from firesteel.indexer.score import decode_scores_kernel
@@ -196,9 +197,16 @@ def run_write(
     memory.check()
 
 
-def run_scores(case: Decode, *, programs: int = 2) -> Tensor:
-    """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written."""
+def run_scores(case: Decode, *, programs: int = 2, with_maxima: bool = False) -> Tensor:
+    """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written.
+
+    With maxima those of groups behind them, `[B * n, programs * 64]`.
+    """
     memory = Memory()
+    maxima, arrived = None, None
+    if with_maxima:
+        maxima = memory.poisoned(case.num_rows, programs * 64, dtype=torch.float32)
+        arrived = memory.poisoned(case.num_rows, dtype=torch.int32)
     capacity = case.width * 64
     scores = memory.poisoned(case.num_rows, capacity + 64, dtype=torch.float32)
     table = memory.holding(case.page_table, padding=1)
@@ -206,12 +214,15 @@ def run_scores(case: Decode, *, programs: int = 2) -> Tensor:
         *(decode_scores_kernel, (len(case.seq_lens), programs)),
         *(memory.holding(case.q), memory.holding(case.w)),
         *views(memory.holding(case.cache), case.cache_dtype),
-        *(table, memory.holding(case.seq_lens), scores),
+        *(table, memory.holding(case.seq_lens), scores, maxima, arrived),
         *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64),
         **case.tile,
     )
     memory.check()
-    return scores[:, :capacity]
+    if not with_maxima:
+        return scores[:, :capacity]
+    assert not arrived.any()
+    return torch.cat([scores[:, :capacity], maxima], dim=1)
 
 
 @dataclass
@@ -225,13 +236,63 @@ class Selection:
     span: int = 64
     page_table: Tensor | None = None
     memory: Memory = field(default_factory=Memory)
+    num_kept: int = 0
+
+    def __post_init__(self) -> None:
+        width = self.scores.shape[1] // 64
+        if self.page_table is None:
+            self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
+
+    def maxima(self, programs: int) -> Tensor:
+        """Of groups, `[R, programs, 64]`, 0xFF bytes where a program has no page."""
+        num_rows = len(self.scores)
+        found = torch.full((num_rows, programs, 64), -1, dtype=torch.int32).view(torch.float32)
+        for row in range(num_rows):
+            request, own = divmod(row, self.rows)
+            whole = min(max(int(self.seq_lens[request]), 0), self.scores.shape[1])
+            length = min(max(int(self.seq_lens[request]) - (self.rows - 1 - own), 0), whole)
+            seen = self.scores[row].where(~self.scores[row].isnan(), -math.inf)
+            seen[length:] = -math.inf
+            pages = seen.view(-1, 64)[: -(-whole // 64)]
+            for program in range(min(programs, len(pages))):
+                found[row, program] = pages[program::programs].amax(dim=0)
+        return found
+
+    def run_filter(
+        self, *, columns: int = 2, shares: int = 1, parts: int = 2, final: int = 32, chunk: int = 64
+    ) -> Outputs:
+        """By one launch of filter, with maxima as decode_scores would leave them.
+
+        num_kept is then how many scores reached the bound.
+        """
+        num_rows, capacity = self.scores.shape
+        memory = self.memory
+        # What follows the last row is read, and must not matter.
+        scores = memory.poisoned(num_rows * (capacity + 64) + chunk, dtype=torch.float32)
+        held = scores[: num_rows * (capacity + 64)].view(num_rows, -1)
+        held[:, :capacity] = self.scores
+        kept = memory.poisoned(num_rows, parts, final, dtype=torch.int64)
+        counts = memory.poisoned(num_rows, parts, dtype=torch.int32)
+        outputs = outputs_of(memory, num_rows, self.top_k)
+        table = memory.holding(self.page_table)
+        arrived = torch.zeros(num_rows, dtype=torch.int32)
+        launch(
+            *(filter_kernel, (num_rows, parts), scores),
+            *(memory.holding(self.maxima(columns * shares)), kept, counts, arrived),
+            *(table, memory.holding(self.seq_lens), *vars(outputs).values()),
+            *(capacity // 64 + 1, table.stride(0), table.shape[1], columns * shares, num_rows),
+            **{"ROWS": self.rows, "TOP_K": self.top_k, "SHARES": 2},
+            **{"GROUPS": 64 * columns, "MAX_PARTS": 4, "FINAL": final, "CHUNK": chunk},
+        )
+        memory.check()
+        assert (arrived == parts).all()
+        self.num_kept = int(counts.sum())
+        return outputs
 
     def run(self) -> Outputs:
         """Level by level, as the plan does."""
         num_rows, capacity = self.scores.shape
         width = capacity // 64
-        if self.page_table is None:
-            self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
         source, stride, level = self.memory.holding(self.scores, padding=64), width + 1, 0
         spans = -(-capacity // self.span)
         while spans > 1:

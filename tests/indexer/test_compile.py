@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,17 +36,19 @@ def shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     Those that read or write 16-bit keys have their type behind the name.
     """
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
-    for cache_dtype, suffix in (("e4m3", ""), ("bf16", " bf16")):
-        kind = {"num_heads": 32, "top_k": 2048, "cache_dtype": cache_dtype}
-        for spec in (
-            PageWriterSpec(dtype="fp32", cache_dtype=cache_dtype),
-            DecodeSpec(rows=6, width=2048, **kind),
-            PrefillSpec(num_keys=131072, **kind),
-        ):
-            made = plan(spec.for_target(target), 8)
-            for key in made.keys:
-                end = suffix if "values_ptr" in dict(key.arguments) else ""
-                found[key.name + end] = (made.kernels[key.kernel], key)
+    turnkey = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=2048)
+    for spec in (
+        PageWriterSpec(dtype="fp32", cache_dtype="bf16"),
+        replace(turnkey, cache_dtype="bf16", page_stride=0),
+        PageWriterSpec(dtype="fp32"),
+        turnkey,
+        PrefillSpec(num_heads=32, top_k=2048, num_keys=131072),
+    ):
+        made = plan(spec.for_target(target), 8)
+        for key in made.keys:
+            has_keys = "values_ptr" in dict(key.arguments)
+            end = f" {spec.cache_dtype}" if has_keys and spec.cache_dtype != "e4m3" else ""
+            found[key.name + end] = (made.kernels[key.kernel], key)
     return found
 
 

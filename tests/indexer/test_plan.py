@@ -39,6 +39,7 @@ def decodes(draw: st.DrawFn) -> DecodeSpec:
         page_stride=draw(st.sampled_from((0, 1_077_120))),
         has_slots=draw(st.booleans()),
         has_scores=draw(st.booleans()),
+        is_filtered=draw(st.sampled_from((None, True, False))),
         pdl=draw(st.booleans()),
     )
 
@@ -56,11 +57,35 @@ def test_decode_is_total_and_pure(spec: DecodeSpec, num_tokens: int) -> None:
 
 @given(spec=decodes())
 def test_workspace_never_shrinks(spec: DecodeSpec) -> None:
-    before = [0, 0]
+    before = [0] * len(spec.workspace(0))
     for num_tokens in (0, 1, 2, 3, 5, 8, 9, 40, 41, 42, 300, 5000):
         sizes = [region.num_bytes for region in spec.workspace(num_tokens)]
         assert all(now >= then for now, then in zip(sizes, before, strict=True))
         before = sizes
+
+
+@given(spec=decodes(), num_requests=st.sampled_from((1, 2, 3, 5, 8, 48, 133)))
+def test_a_filter_s_regions_hold_what_it_writes(spec: DecodeSpec, num_requests: int) -> None:
+    launches = spec.select(num_requests, ())
+    if launches[-1].key.name != "filter_kernel":
+        return
+    scores, last = launches
+    constants = dict(last.key.constexprs)
+    num_rows, parts, _ = last.grid
+    requests, programs, _ = scores.grid
+    assert num_rows == requests * spec.rows == num_requests * spec.rows
+    assert (
+        dict(zip((name for name, _ in last.key.arguments), last.arguments, strict=True))["programs"]
+        == programs
+    )
+    assert 64 * programs in {constants["GROUPS"] * share for share in (1, 2, 4)}
+    assert parts <= constants["MAX_PARTS"]
+    sizes = {region.name: region.num_bytes for region in spec.workspace(num_requests)}
+    assert sizes["scores"] >= 4 * (num_rows * spec.capacity + constants["CHUNK"])
+    assert sizes["maxima"] >= 4 * num_rows * programs * 64
+    assert sizes["candidates"] >= 8 * num_rows * parts * constants["FINAL"]
+    assert sizes["counts"] >= 4 * num_rows * parts
+    assert sizes["arrived"] >= 4 * num_rows
 
 
 @pytest.mark.parametrize("num_keys", [1, 8192, 131072, MILLION, 8 * MILLION])
@@ -74,9 +99,14 @@ def test_prefill_s_memory_knows_neither_rows_nor_keys(num_keys: int) -> None:
 
 def test_routes() -> None:
     assert names(TURNKEY, 8) == ["decode_scores", "select"]
-    assert names(replace(TURNKEY, width=2048), 8) == ["decode_scores", "select", "select"]
-    assert names(LONG, 8) == ["decode_scores", "select", "select", "select"]
+    assert names(replace(TURNKEY, width=129), 8) == ["decode_scores", "filter"]
+    assert names(LONG, 8) == ["decode_scores", "filter"]
+    assert names(replace(TURNKEY, is_filtered=True), 8) == ["decode_scores", "filter"]
+    whole = replace(LONG, is_filtered=False)
+    assert names(replace(whole, width=2048), 8) == ["decode_scores", "select", "select"]
+    assert names(whole, 8) == ["decode_scores", "select", "select", "select"]
     assert is_tiled(LONG, 8)
+    assert is_tiled(whole, 8)
     assert names(LONG, 9) == ["stream", "select"]
     # Once requests are as many as programs, none shares its keys.
     assert names(LONG, STREAM_PROGRAMS) == ["stream"]

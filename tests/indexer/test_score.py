@@ -9,7 +9,7 @@ from torch import Tensor
 
 from firesteel.indexer.reference import decode_scores_reference, score_bound_reference
 from firesteel.indexer.score import decode_scores_kernel
-from tests.indexer.kernels import Decode, decode_case, run_scores, views
+from tests.indexer.kernels import Decode, Selection, decode_case, run_scores, views
 from tests.moe.kernels import launch, run_on_nothing
 from tests.moe.sparse import at, sparse_memory
 
@@ -87,6 +87,18 @@ def test_any_split_and_batch_has_the_same_bits() -> None:
         assert torch.equal(run_scores(one).view(torch.int32), whole[3 * b : 3 * b + 3])
 
 
+@pytest.mark.parametrize(("rows", "programs"), [(1, 2), (6, 4)])
+def test_maxima_are_those_of_each_row_s_keys(rows: int, programs: int) -> None:
+    """Of every program's pages, holes and keys past a row's length left out."""
+    case = decode_case([150, 0, 320, 3], rows=rows, width=5, missing=0.2)
+    found = run_scores(case, programs=programs, with_maxima=True)
+    scores, maxima = found[:, :320], found[:, 320:]
+    wanted = Selection(scores, case.seq_lens, rows=rows).maxima(programs).flatten(1)
+    assert torch.equal(maxima.view(torch.int32), wanted.view(torch.int32))
+    alone = run_scores(case, programs=1)
+    assert torch.equal(scores.view(torch.int32), alone.view(torch.int32))
+
+
 def test_pages_past_2_31_bytes() -> None:
     """As serving lays them out: stride 1,077,120 and page ids of 2000 and more."""
     page_stride, pages = 1_077_120, [2047, 2100, 3]
@@ -114,7 +126,7 @@ def _run_in_place(case: Decode) -> Tensor:
     scores = torch.empty(case.num_rows, case.width * 64)
     launch(
         *(decode_scores_kernel, (1, 2), case.q, case.w, *views(case.cache)),
-        *(case.page_table, case.seq_lens, scores, case.width, case.page_stride // 16),
+        *(case.page_table, case.seq_lens, scores, None, None, case.width, case.page_stride // 16),
         *(case.width, scores.stride(0) // 64),
         **case.tile,
     )
@@ -133,5 +145,5 @@ def test_scores_past_the_range_of_fp16() -> None:
 def test_empty_work_ends() -> None:
     constants = {"H": 8, "ROWS": 1, "ROW_BLOCK": 2, "REST_BLOCK": 0, "HEAD_BLOCK": 8, "STAGES": 2}
     run_on_nothing(
-        decode_scores_kernel, num_pointers=7, num_integers=4, dtypes={}, absent=set(), **constants
+        decode_scores_kernel, num_pointers=9, num_integers=4, dtypes={}, absent=set(), **constants
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
 from firesteel.indexer.stream import stream_kernel
@@ -13,11 +14,13 @@ from firesteel.launch.key import Constexpr
 
 __all__ = [
     "KERNELS",
+    "Groups",
     "Keys",
     "Outputs",
     "Ranges",
     "Tile",
     "decode_scores",
+    "filter_scores",
     "select",
     "stream",
     "write_pages",
@@ -25,9 +28,10 @@ __all__ = [
 
 WRITE = Kernel(write_pages_kernel)
 DECODE_SCORES = Kernel(decode_scores_kernel)
+FILTER = Kernel(filter_kernel)
 SELECT = Kernel(select_kernel)
 STREAM = Kernel(stream_kernel)
-KERNELS = (WRITE, DECODE_SCORES, SELECT, STREAM)
+KERNELS = (WRITE, DECODE_SCORES, FILTER, SELECT, STREAM)
 
 Given = dict[str, tuple[str | None, Argument | None]]
 """Of each run-time parameter its type and what it is given; (None, None) for an absent tensor."""
@@ -68,6 +72,26 @@ class Tile:
             "HEAD_BLOCK": self.head_block,
             "STAGES": self.stages,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """How a request's keys are grouped, each group with its largest score.
+
+    Fields
+        columns     programs of decode_scores that have groups of their own, 64 each
+        shares      programs that share a group, and each leave a maximum of it
+        max_shares  as many as a filter is compiled for
+    """
+
+    columns: int
+    shares: int
+    max_shares: int
+
+    @property
+    def programs(self) -> int:
+        """Of decode_scores, of a request."""
+        return self.columns * self.shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,14 +210,23 @@ def write_pages(
 
 
 def decode_scores(
-    keys: Keys, tile: Tile, *, requests: int, programs: int, width: int, pdl: bool
+    keys: Keys,
+    tile: Tile,
+    *,
+    requests: int,
+    programs: int,
+    width: int,
+    has_maxima: bool,
+    pdl: bool,
 ) -> Launch:
-    """Scores of every row of so many requests, by so many programs each."""
+    """Scores of every row of so many requests, by so many programs each; maxima for a filter."""
     given: Given = {
         **keys.given,
         "w_ptr": ("*fp32", "w"),
         "seq_lens_ptr": ("*i32", "seq_lens"),
         "scores_ptr": ("*fp32", "scores"),
+        "maxima_ptr": ("*fp32", "maxima") if has_maxima else (None, None),
+        "arrived_ptr": ("*i32", "arrived") if has_maxima else (None, None),
         "width": ("i64", width),
         "stride_scores": ("i64", width),
     }
@@ -240,6 +273,43 @@ def select(
     constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
     constants |= {"SPAN": span, "LEVEL": level}
     return _launch(SELECT, (num_rows, spans, 1), given, constants, warps=warps, pdl=pdl)
+
+
+def filter_scores(
+    outputs: Outputs,
+    groups: Groups,
+    *,
+    num_rows: int,
+    rows: int,
+    parts: int,
+    max_parts: int,
+    final: int,
+    chunk: int,
+    width: int,
+    table_stride: Argument,
+    warps: int,
+    pdl: bool,
+) -> Launch:
+    """The best scores of each row, by `parts` programs a row; max_parts are compiled for."""
+    given: Given = {
+        "scores_ptr": ("*fp32", "scores"),
+        "maxima_ptr": ("*fp32", "maxima"),
+        "kept_ptr": ("*i64", "candidates"),
+        "counts_ptr": ("*i32", "counts"),
+        "arrived_ptr": ("*i32", "arrived"),
+        "page_table_ptr": ("*i32", "page_table") if outputs.slots else (None, None),
+        "seq_lens_ptr": ("*i32", "seq_lens"),
+        **outputs.given(),
+        "stride_scores": ("i64", width),
+        "stride_table": ("i64", table_stride if outputs.slots else 0),
+        "width": ("i64", width),
+        "programs": ("i64", groups.programs),
+        "R": ("i64", num_rows),
+    }
+    constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
+    constants |= {"SHARES": groups.max_shares, "GROUPS": 64 * groups.columns}
+    constants |= {"MAX_PARTS": max_parts, "FINAL": final, "CHUNK": chunk}
+    return _launch(FILTER, (num_rows, parts, 1), given, constants, warps=warps, pdl=pdl)
 
 
 def stream(

@@ -161,6 +161,8 @@ class DecodeSpec:
         page_stride  bytes from page to page, a multiple of 16; 0 for those of a page alone
         has_slots    whether slots of the cache are wanted beside positions
         has_scores   whether the selected scores are
+        is_filtered  whether scores too low to be selected are dropped first: faster of many keys,
+                     and the same bits; None leaves it to the plan (`firesteel.indexer.plan`)
         pdl          programmatic dependent launch
 
     Raises
@@ -175,6 +177,7 @@ class DecodeSpec:
     page_stride: int = 0
     has_slots: bool = False
     has_scores: bool = False
+    is_filtered: bool | None = None
     pdl: bool = True
 
     def __post_init__(self) -> None:
@@ -190,6 +193,8 @@ class DecodeSpec:
             f"indexer decode H={self.num_heads} top_k={self.top_k} rows={self.rows} "
             f"width={self.width} {self.cache_dtype} stride={self.page_stride}"
         ]
+        if self.is_filtered is not None:
+            words.append("filtered" if self.is_filtered else "not filtered")
         words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
         words += ["no pdl"] * (not self.pdl)
         return " ".join(words)

@@ -10,7 +10,7 @@ far. Strictly above is exact: what came before has lower positions, and wins tie
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from firesteel.indexer.score import clamped_length, page_keys, query_tile, store_scores
 from firesteel.indexer.select import (
@@ -48,9 +48,7 @@ def join_chunk(
     # All have read what is written below.
     tl.debug_barrier()
     if fresh > 0:
-        found = fresh + count_selectable(kept_keys)
-        total = tl.minimum(found, TOP_K)
-        prefix, shift, ties = threshold(keys, kept_keys, total, found, True)
+        prefix, shift, ties, _ = threshold(keys, kept_keys, TOP_K, 0, True)
         stays, place = ranks(kept_keys, prefix, shift, ties)
         is_tie = ((kept_keys >> shift) == (prefix >> shift)) & stays
         ties -= tl.sum(is_tie.to(tl.int32), axis=0)
@@ -239,6 +237,8 @@ def stream_kernel(
     Oracle    decode_scores_reference, range_scores_reference and top_k_reference
     """
     if PDL:
+        # The next launch may take its place now: it waits for the end of this one.
+        gdc_launch_dependents()
         gdc_wait()
     pid = tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = ROW_BLOCK + REST_BLOCK

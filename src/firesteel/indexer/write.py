@@ -5,7 +5,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["write_pages_kernel"]
 
@@ -108,6 +108,8 @@ def write_pages_kernel(
     Oracle    quantize_reference, round_reference
     """
     if PDL:
+        # The next launch may take its place now: it waits for the end of this one.
+        gdc_launch_dependents()
         gdc_wait()
     UNIT: tl.constexpr = 128 // keys_ptr.dtype.element_ty.primitive_bitwidth
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
