@@ -87,10 +87,10 @@ def test_any_split_and_batch_has_the_same_bits() -> None:
         assert torch.equal(run_scores(one).view(torch.int32), whole[3 * b : 3 * b + 3])
 
 
-@pytest.mark.parametrize(("rows", "programs"), [(1, 2), (6, 4)])
-def test_maxima_are_those_of_each_row_s_keys(rows: int, programs: int) -> None:
+@pytest.mark.parametrize(("rows", "heads", "programs"), [(1, 16, 2), (6, 8, 4)])
+def test_maxima_are_those_of_each_row_s_keys(rows: int, heads: int, programs: int) -> None:
     """Of every program's pages, holes and keys past a row's length left out."""
-    case = decode_case([150, 0, 320, 3], rows=rows, width=5, missing=0.2)
+    case = decode_case([150, 0, 320, 3], rows=rows, heads=heads, width=5, missing=0.2)
     found = run_scores(case, programs=programs, with_maxima=True)
     scores, maxima = found[:, :320], found[:, 320:]
     wanted = Selection(scores, case.seq_lens, rows=rows).maxima(programs).flatten(1)
