@@ -78,7 +78,7 @@ def count_selectable(keys):
 def digit_counts(keys, prefix, shift):
     """(even, odd): keys by how many times 2^shift they lie above prefix, 0 to 7 times.
 
-    Counts are 16 bits each: those of 0, 2, 4 and 6 in the int64 even, from its lowest bits up, the
+    Counts are 16 bits each: those of 0, 2, 4 and 6 in the uint64 even, from its lowest bits up, the
     others in odd. A key adds one to four bits of an int32, eight keys a word; words are widened to
     bytes, those of a thread added, then to 16 bits and added over the block, all in one
     reduction. So a key costs one addition, and not one a digit.
@@ -95,20 +95,18 @@ def digit_counts(keys, prefix, shift):
     SHAPE: tl.constexpr = (COUNT // KEYS // WORDS, WORDS)
     even = tl.sum(tl.reshape(words & 0x0F0F0F0F, SHAPE, can_reorder=True), axis=1)
     odd = tl.sum(tl.reshape((words >> 4) & 0x0F0F0F0F, SHAPE, can_reorder=True), axis=1)
-    widened = tl.join(even, odd).to(tl.int64)
+    widened = tl.join(even, odd).to(tl.uint64)
     widened = (widened | (widened << 16)) & 0x0000FFFF0000FFFF
     widened = (widened | (widened << 8)) & 0x00FF00FF00FF00FF
     return tl.split(tl.sum(widened, axis=0))
 
 
 @triton.jit
-def count_of(even, odd):
-    """The sum of the counts of digit_counts."""
-    total = tl.full((), 0, tl.int32)
-    for half in tl.static_range(4):
-        total += ((even >> (16 * half)) & 0xFFFF).to(tl.int32)
-        total += ((odd >> (16 * half)) & 0xFFFF).to(tl.int32)
-    return total
+def at_least(even, odd):
+    """Counts, 16 bits each, of keys whose digit is at least 0, 2, 4, 6; of digit_counts' counts."""
+    sums = even + odd
+    sums += sums >> 16
+    return sums + (sums >> 32)
 
 
 @triton.jit
@@ -119,19 +117,20 @@ def narrowed(even, odd, prefix, shift, ties):
     the new ties are how many of those are wanted. Scalars, not vectors of counts: each step of a
     sum over threads would cost more than all of this.
     """
-    above = tl.full((), 0, tl.int32)
-    digit = tl.full((), 0, tl.uint32)
-    inside = tl.full((), 0, tl.int32)
-    left = ties
-    for step in tl.static_range(8):
-        half = (even if step % 2 else odd) >> (16 * ((7 - step) // 2))
-        count = (half & 0xFFFF).to(tl.int32)
-        is_it = (above < ties) & (above + count >= ties)
-        digit = tl.where(is_it, 7 - step, digit).to(tl.uint32)
-        inside = tl.where(is_it, count, inside)
-        left = tl.where(is_it, ties - above, left)
-        above += count
-    return prefix + (digit << shift), left, inside
+    sums = at_least(even, odd)
+    wanted = ties.to(tl.uint64)
+    pair = ((sums >> 16) & 0xFFFF >= wanted).to(tl.uint64)
+    pair += ((sums >> 32) & 0xFFFF >= wanted).to(tl.uint64)
+    pair += (sums >> 48 >= wanted).to(tl.uint64)
+    place = pair * 16
+    above = ((sums >> 16) >> place) & 0xFFFF
+    upper = (odd >> place) & 0xFFFF
+    lower = (even >> place) & 0xFFFF
+    is_upper = above + upper >= wanted
+    above = tl.where(is_upper, above, above + upper)
+    inside = tl.where(is_upper, upper, lower).to(tl.int32)
+    digit = (pair * 2 + is_upper.to(tl.uint64)).to(tl.uint32)
+    return prefix + (digit << shift), ties - above.to(tl.int32), inside
 
 
 @triton.jit
@@ -156,7 +155,7 @@ def threshold(keys, earlier, TOP_K: tl.constexpr, SLACK: tl.constexpr, HAS_EARLI
     total = tl.full((), TOP_K, tl.int32)
     ties = total
     # Holes are 0, and so in no window but the lowest.
-    if (prefix > 0) & (count_of(even, odd) >= TOP_K):
+    if (prefix > 0) & (at_least(even, odd) & 0xFFFF >= TOP_K):
         prefix, ties, inside = narrowed(even, odd, prefix, shift, ties)
         left = tl.where(inside - ties <= SLACK, 0, 8)
     else:
