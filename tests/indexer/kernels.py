@@ -317,6 +317,7 @@ class Selection:
             *((None,) * 3 if outputs is None else vars(outputs).values()),
             *(stride, table.stride(0), table.shape[1], num_rows),
             **{"ROWS": self.rows, "TOP_K": self.top_k, "SPAN": self.span, "LEVEL": level},
+            IS_ONE=level == 0 and spans == 1,
         )
         return outputs
 
@@ -388,6 +389,7 @@ def run_stream(
             *(select_kernel, (num_rows, 1), None, kept, keys[2], None, ranges[1], None, *given),
             *(parts, table_stride, 0, num_rows),
             **{"ROWS": tile["ROWS"], "TOP_K": top_k, "SPAN": power(parts * top_k), "LEVEL": 1},
+            IS_ONE=False,
         )
     memory.check()
     return outputs

@@ -114,6 +114,21 @@ def test_routes() -> None:
     assert names(PREFILL, 3072) == ["stream"]
 
 
+@pytest.mark.parametrize(("num_heads", "rows"), [(64, 1), (8, 8), (32, 6), (64, 8)])
+def test_scores_have_one_tile_on_every_route(
+    num_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another would add heads up in another order, and so give other bits."""
+    spec = replace(TURNKEY, num_heads=num_heads, rows=rows)
+    keys = [replace(spec, is_filtered=each).select(1, ())[0].key for each in (True, False)]
+    monkeypatch.setattr("firesteel.indexer.plan._max_tiled", lambda _: 0)
+    keys.append(spec.select(1, ())[0].key)
+    assert [key.name for key in keys] == ["decode_scores_kernel"] * 2 + ["stream_kernel"]
+    names = ("H", "ROW_BLOCK", "REST_BLOCK", "HEAD_BLOCK")
+    tiles = {(key.num_warps, *(dict(key.constexprs)[name] for name in names)) for key in keys}
+    assert len(tiles) == 1
+
+
 def test_levels_end_in_one_span() -> None:
     assert levels(64, 2048) == [1]
     assert levels(SPAN, 2048) == [1]

@@ -161,7 +161,7 @@ def test_empty_work_ends() -> None:
         **{"num_pointers": 10, "num_integers": 5, "dtypes": {}, "absent": set()},
         **{"ROWS": 3, "TOP_K": 16, **sizes},
     )
-    constants = {"ROWS": 3, "TOP_K": 16, "SPAN": 64, "LEVEL": 0}
+    constants = {"ROWS": 3, "TOP_K": 16, "SPAN": 64, "LEVEL": 0, "IS_ONE": True}
     run_on_nothing(
         select_kernel, num_pointers=9, num_integers=4, dtypes={}, absent=set(), **constants
     )

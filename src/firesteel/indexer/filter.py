@@ -30,8 +30,10 @@ __all__ = ["filter_kernel"]
 
 
 @triton.jit
-def least_key(maxima_ptr, written, SHARES: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr):
-    """The least uint32 key that may be selected, by the first `written` of 64 maxima each.
+def least_key(
+    maxima_ptr, programs, written, SHARES: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr
+):
+    """The least uint32 key that may be selected, by 64 maxima each of the first `written` programs.
 
     A group has up to SHARES maxima, GROUPS apart. Some more keys than need be may reach the key: an
     eighth of TOP_K groups, which saves passes.
@@ -40,27 +42,36 @@ def least_key(maxima_ptr, written, SHARES: tl.constexpr, GROUPS: tl.constexpr, T
     best = tl.full((GROUPS,), float("-inf"), tl.float32)
     for share in tl.static_range(SHARES):
         at = share * GROUPS + group
-        found = tl.load(maxima_ptr + at, mask=at // 64 < written, other=float("-inf"))
-        best = tl.maximum(best, found)
+        # Read whether written or not, so that the read does not wait for the length.
+        found = tl.load(maxima_ptr + at, mask=at // 64 < programs, other=0.0)
+        best = tl.maximum(best, tl.where(at // 64 < written, found, float("-inf")))
     keys = ordered_keys(best)
     prefix, _, _, _ = threshold(keys, keys, TOP_K, TOP_K // 8, False)
     return prefix
 
 
 @triton.jit
-def keep_part(scores_ptr, kept_ptr, first, last, least, FINAL: tl.constexpr, CHUNK: tl.constexpr):
+def load_chunk(scores_ptr, start, last, CHUNK: tl.constexpr):
+    """Scores start..start+CHUNK-1 of a row, anything from `last` on. start is a multiple of 64."""
+    t = tl.arange(0, CHUNK)
+    # Whole pages, which the compiler sees to be aligned: it reads 16 bytes at a time.
+    is_read = t < (last - start + 63) // 64 * 64
+    return tl.load(scores_ptr + start + t, mask=is_read, other=0.0)
+
+
+@triton.jit
+def keep_part(
+    scores, scores_ptr, kept_ptr, first, last, least, FINAL: tl.constexpr, CHUNK: tl.constexpr
+):
     """How many of a row's scores first..last-1 reach `least`; the first FINAL go to kept.
 
-    first is a multiple of 64.
+    `scores` are the first chunk; each further one is read while the one before is looked at.
     """
     t = tl.arange(0, CHUNK)
     count = tl.full((), 0, tl.int32)
     for start in range(first, last, CHUNK):
-        # Whole pages, which the compiler sees to be aligned: it reads 16 bytes at a time.
-        live = last - start
-        is_read = t < (live + 63) // 64 * 64
-        scores = tl.load(scores_ptr + start + t, mask=is_read, other=0.0)
-        keys = tl.where(t < live, ordered_keys(scores), 0)
+        keys = tl.where(t < last - start, ordered_keys(scores), 0)
+        scores = load_chunk(scores_ptr, start + CHUNK, last, CHUNK)
         is_kept = (keys >= least) & (keys != 0)
         place = count + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
         candidates = as_candidates(keys, start + t)
@@ -163,12 +174,14 @@ def filter_kernel(
     row_kept_ptr = kept_ptr + row * parts * FINAL
     # A program without a page wrote nothing.
     written = tl.minimum(programs, (whole + 63) // 64)
-    least = least_key(maxima_ptr + row * programs * 64, written, SHARES, GROUPS, TOP_K)
     share = ((length + 63) // 64 + parts - 1) // parts * 64
     first = part * share
+    last = tl.minimum(first + share, length)
+    # Before the bound is found, which takes a while.
+    scores = load_chunk(row_scores_ptr, first, last, CHUNK)
+    least = least_key(maxima_ptr + row * programs * 64, programs, written, SHARES, GROUPS, TOP_K)
     count = keep_part(
-        *(row_scores_ptr, row_kept_ptr + part * FINAL, first, tl.minimum(first + share, length)),
-        *(least, FINAL, CHUNK),
+        *(scores, row_scores_ptr, row_kept_ptr + part * FINAL, first, last, least, FINAL, CHUNK)
     )
     row_counts_ptr = counts_ptr + row * parts
     tl.store(row_counts_ptr + part, count)

@@ -271,7 +271,7 @@ def select(
         "R": ("i64", num_rows),
     }
     constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
-    constants |= {"SPAN": span, "LEVEL": level}
+    constants |= {"SPAN": span, "LEVEL": level, "IS_ONE": level == 0 and spans == 1}
     return _launch(SELECT, (num_rows, spans, 1), given, constants, warps=warps, pdl=pdl)
 
 

@@ -108,8 +108,12 @@ def _tile(heads: int, rows: int, cache_dtype: str) -> Tile:
 
 
 def decode_tile(spec: DecodeSpec) -> Tile:
-    """All rows of a request in one product, so that its keys are read once."""
-    return _tile(spec.num_heads, spec.rows, spec.cache_dtype)
+    """All rows of a request in one product, so that its keys are read once.
+
+    Few columns are one warp group's, and no sum over heads is one over two of them.
+    """
+    tile = _tile(spec.num_heads, spec.rows, spec.cache_dtype)
+    return replace(tile, warps=4) if tile.block * tile.head_block <= 64 else tile
 
 
 def prefill_tile(spec: PrefillSpec) -> Tile:
@@ -184,9 +188,14 @@ def is_tiled(spec: DecodeSpec, num_requests: int) -> bool:
     return num_requests <= _max_tiled(spec)
 
 
+def _stream_sizes(tile: Tile) -> tuple[int, int]:
+    """Programs of stream, and keys of a chunk: twice and half with few warps."""
+    return (2 * STREAM_PROGRAMS, CHUNK // 2) if tile.warps == 4 else (STREAM_PROGRAMS, CHUNK)
+
+
 def _stream_bytes(tile: Tile, top_k: int) -> tuple[int, int]:
-    rows = STREAM_PROGRAMS * tile.block
-    return 4 * CHUNK * rows, 8 * top_k * rows
+    programs, chunk = _stream_sizes(tile)
+    return 4 * chunk * programs * tile.block, 8 * top_k * programs * tile.block
 
 
 def _regions(**num_bytes: int) -> tuple[Region, ...]:
@@ -327,9 +336,10 @@ def _select_warps(span: int) -> int:
     return max(4, min(16, span // 512))
 
 
-def _num_parts(blocks: int, capacity: int, top_k: int) -> int:
+def _num_parts(tile: Tile, blocks: int, capacity: int, top_k: int) -> int:
     """Programs that share the keys of a block: what is left of a GPU, as one span folds them."""
-    return max(1, min(STREAM_PROGRAMS // blocks, SPAN // top_k, -(-capacity // CHUNK)))
+    programs, chunk = _stream_sizes(tile)
+    return max(1, min(programs // blocks, SPAN // top_k, -(-capacity // chunk)))
 
 
 def _stream_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
@@ -370,7 +380,8 @@ def _stream(
     num_rows: int,
     blocks: int,
 ) -> tuple[Launch, ...]:
-    parts = _num_parts(blocks, spec.capacity, spec.top_k)
+    programs, chunk = _stream_sizes(tile)
+    parts = _num_parts(tile, blocks, spec.capacity, spec.top_k)
     streamed = stream(
         keys,
         ranges,
@@ -379,9 +390,9 @@ def _stream(
         num_rows=num_rows,
         blocks=blocks,
         parts=parts,
-        programs=min(STREAM_PROGRAMS, blocks * parts),
+        programs=min(programs, blocks * parts),
         capacity=spec.capacity,
-        chunk=CHUNK,
+        chunk=chunk,
         pdl=spec.pdl,
     )
     if parts == 1:

@@ -185,12 +185,14 @@ def decode_scores_kernel(
     rest_length = clamped_length(seq_len, rest, ROWS, capacity)
     pages = ((clamped_length(seq_len, ROWS - 1, ROWS, capacity) + 63) // 64).to(tl.int32)
     first, step = tl.program_id(1), tl.num_programs(1)
-    if first >= pages:
-        return
+    # Read before the length is known, so that one wait is for both.
     q, w = query_tile(q_ptr, w_ptr, row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
-    best = tl.full((64, ROW_BLOCK), float("-inf"), tl.float32)
     if REST_BLOCK > 0:
         rest_q, rest_w = query_tile(q_ptr, w_ptr, rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
+    if first >= pages:
+        return
+    best = tl.full((64, ROW_BLOCK), float("-inf"), tl.float32)
+    if REST_BLOCK > 0:
         rest_best = tl.full((64, REST_BLOCK), float("-inf"), tl.float32)
     t = tl.arange(0, 64)
     table_ptr = page_table_ptr + b * stride_table

@@ -249,6 +249,7 @@ def select_kernel(
     TOP_K: tl.constexpr,
     SPAN: tl.constexpr,
     LEVEL: tl.constexpr,
+    IS_ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The TOP_K largest of each SPAN scores of a row, in the order of positions
@@ -268,6 +269,9 @@ def select_kernel(
     times TOP_K candidates. A level's candidates are TOP_K a span, holes (0) last, in `to` for each
     of the grid's spans. A span past a row's length is not written, and not
     read: the next level knows the length too. The last level, of one span, writes the outputs.
+
+    With IS_ONE all scores of a row are one span, and are read whatever its length is: the read does
+    not wait for the length.
 
     Example: TOP_K 2, SPAN 4, scores [5, 1, 7, 7 | 9, NaN] give candidates of positions
     [2, 3 | 4, hole], and those, as one span of level 1, [2, 4]: of the tied 7s the first.
@@ -307,6 +311,8 @@ def select_kernel(
     # Whole units, which the compiler sees to be aligned: it reads 16 bytes at a time.
     UNIT: tl.constexpr = 64 if LEVEL == 0 else min(TOP_K, 64)
     is_read = t < (live + (UNIT - 1)) // UNIT * UNIT
+    if IS_ONE:
+        is_read = t < width * 64
     if LEVEL == 0:
         scores = tl.load(scores_ptr + row * stride * 64 + begin + t, mask=is_read, other=0.0)
         keys = tl.where(t < live, ordered_keys(scores), 0)
