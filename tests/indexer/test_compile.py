@@ -94,6 +94,10 @@ def test_each_kernel_compiles_within_the_budget(target: str, tmp_path: Path) -> 
         for instruction, is_own in ((MATRIX, not is_half), (MATRIX_16, is_half)):
             has_product = re.search(rf"\b{instruction[target]}\b", text) is not None
             assert has_product == (is_own and name.startswith(("decode_scores", "stream"))), name
+        # The next launch may come early, and so each waits before it reads or writes anything.
+        first = re.search(r"\b(LDG|STG|LDGSTS|ATOMG)\b", text)
+        assert first is not None
+        assert text.index("PREEXIT") < text.index("ACQBULK") < first.start(), name
         # relu keeps a NaN, so that its key is never selected; no maximum of numbers drops one.
         if name.startswith(("decode_scores", "stream")):
             assert re.search(r"\bFMNMX\.NAN\b", text), name
