@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from firesteel.indexer.pages import PAGE_BYTES, page_views
+from firesteel.indexer.filter import filter_kernel
+from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, page_bytes, page_values, page_views
 from firesteel.indexer.plan import decode_tile
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
@@ -24,11 +25,27 @@ def power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def e4m3(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
-    """Values of e4m3; where exact small integers, so that scores have no rounding."""
+def numbers(
+    *shape: int, generator: torch.Generator, is_exact: bool, cache_dtype: str = "e4m3"
+) -> Tensor:
+    """Values as a cache has them; where exact small integers, so that scores have no rounding."""
+    found = torch.randn(shape, generator=generator)
     if is_exact:
-        return torch.randint(-2, 3, shape, generator=generator).float().to(E4M3)
-    return torch.randn(shape, generator=generator).to(E4M3)
+        found = torch.randint(-2, 3, shape, generator=generator).float()
+    return found.to(CACHE_DTYPES[cache_dtype])
+
+
+def e4m3(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
+    """Values of e4m3."""
+    return numbers(*shape, generator=generator, is_exact=is_exact)
+
+
+def with_holes(keys: Tensor, generator: torch.Generator) -> Tensor:
+    """Keys `[.., 128]` of which one in eight has a NaN: it must never be selected."""
+    is_hole = torch.rand(keys.shape[:-1], generator=generator) < 1 / 8
+    column = torch.randint(0, 128, keys.shape[:-1], generator=generator)
+    at = is_hole[..., None] & (torch.arange(128) == column[..., None])
+    return torch.where(at, torch.full_like(keys, math.nan), keys)
 
 
 def weights(*shape: int, generator: torch.Generator, is_exact: bool) -> Tensor:
@@ -65,6 +82,7 @@ class Decode:
     page_table: Tensor
     seq_lens: Tensor
     page_stride: int = PAGE_BYTES
+    cache_dtype: str = "e4m3"
 
     @property
     def rows(self) -> int:
@@ -88,8 +106,15 @@ class Decode:
         return decode_tile(spec).constants
 
     @property
-    def pages(self) -> tuple[Tensor, Tensor]:
-        return page_views(self.cache, self.page_stride)
+    def pages(self) -> tuple[Tensor, Tensor | None]:
+        if self.cache_dtype == "e4m3":
+            return page_views(self.cache, self.page_stride)
+        return page_values(self.cache, self.page_stride, self.cache_dtype), None
+
+    @property
+    def views(self) -> tuple[Tensor, Tensor | None]:
+        """The cache as kernels take it."""
+        return views(self.cache, self.cache_dtype)
 
     def lengths(self) -> list[int]:
         """Of each row, as an independent few lines."""
@@ -106,7 +131,8 @@ def decode_case(
     rows: int = 1,
     heads: int = 8,
     width: int = 3,
-    page_stride: int = PAGE_BYTES,
+    cache_dtype: str = "e4m3",
+    page_stride: int = 0,
     missing: float = 0.0,
     is_exact: bool = False,
     seed: int = 0,
@@ -115,11 +141,15 @@ def decode_case(
     generator = torch.Generator().manual_seed(seed)
     requests = len(lens)
     num_pages = requests * width
+    page_stride = page_stride or page_bytes(cache_dtype)
     cache = torch.full((num_pages * page_stride,), 0x7E, dtype=torch.uint8)
-    values, scales = page_views(cache, page_stride)
+    values = page_values(cache, page_stride, cache_dtype)
     kind = {"generator": generator, "is_exact": is_exact}
-    values.copy_(e4m3(*values.shape, **kind))
-    scales.copy_(key_scales(*scales.shape, **kind))
+    values.copy_(numbers(*values.shape, **kind, cache_dtype=cache_dtype))
+    if cache_dtype == "e4m3":
+        page_views(cache, page_stride)[1].copy_(key_scales(*values.shape[:2], **kind))
+    else:
+        values.copy_(with_holes(values, generator))
     table = torch.randperm(num_pages, generator=generator).view(requests, width).int()
     is_missing = torch.rand(table.shape, generator=generator) < missing
     # Past the live pages anything may stand.
@@ -127,50 +157,72 @@ def decode_case(
     is_past = torch.arange(width)[None] >= live[:, None]
     table = torch.where(is_missing, -1, table).masked_fill(is_past, 2**31 - 1)
     return Decode(
-        q=e4m3(requests, rows, heads, 128, **kind),
+        q=numbers(requests, rows, heads, 128, **kind, cache_dtype=cache_dtype),
         w=weights(requests, rows, heads, **kind),
         cache=cache,
+        cache_dtype=cache_dtype,
         page_table=table.int(),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         page_stride=page_stride,
     )
 
 
-def views(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache as kernels take it: as e4m3 and as fp32."""
+def views(cache: Tensor, cache_dtype: str = "e4m3") -> tuple[Tensor, Tensor | None]:
+    """A cache as kernels take it: as e4m3 and as fp32, or as 16-bit numbers."""
+    if cache_dtype != "e4m3":
+        return cache[: cache.numel() // 2 * 2].view(CACHE_DTYPES[cache_dtype]), None
     return cache.view(E4M3), cache[: cache.numel() // 4 * 4].view(torch.float32)
 
 
 def run_write(
-    keys: Tensor, slots: Tensor, cache: Tensor, page_stride: int, *, power_of_two: bool = False
+    keys: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    page_stride: int,
+    *,
+    power_of_two: bool = False,
+    cache_dtype: str = "e4m3",
 ) -> None:
     """Write keys, whose rows lie 16 elements further apart than they are long, into a cache."""
     memory = Memory()
     held = memory.holding(keys, padding=16)
     unit = 16 // keys.itemsize
+    taken, scales = views(cache, cache_dtype)
+    taken = cache if cache_dtype == "e4m3" else taken
     launch(
         *(write_pages_kernel, (-(-len(keys) // 4),), held, memory.holding(slots)),
-        *(cache, views(cache)[1], held.stride(0) // unit, page_stride // 16, len(keys)),
+        *(taken, scales, held.stride(0) // unit, page_stride // 16, len(keys)),
         **{"POWER_OF_TWO": power_of_two, "BLOCK_M": 4},
     )
     memory.check()
 
 
-def run_scores(case: Decode, *, programs: int = 2) -> Tensor:
-    """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written."""
+def run_scores(case: Decode, *, programs: int = 2, with_maxima: bool = False) -> Tensor:
+    """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written.
+
+    With maxima those of groups behind them, `[B * n, programs * 64]`.
+    """
     memory = Memory()
+    maxima, arrived = None, None
+    if with_maxima:
+        maxima = memory.poisoned(case.num_rows, programs * 64, dtype=torch.float32)
+        arrived = memory.poisoned(case.num_rows, dtype=torch.int32)
     capacity = case.width * 64
     scores = memory.poisoned(case.num_rows, capacity + 64, dtype=torch.float32)
     table = memory.holding(case.page_table, padding=1)
     launch(
         *(decode_scores_kernel, (len(case.seq_lens), programs)),
-        *(memory.holding(case.q), memory.holding(case.w), *views(memory.holding(case.cache))),
-        *(table, memory.holding(case.seq_lens), scores),
+        *(memory.holding(case.q), memory.holding(case.w)),
+        *views(memory.holding(case.cache), case.cache_dtype),
+        *(table, memory.holding(case.seq_lens), scores, maxima, arrived),
         *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64),
         **case.tile,
     )
     memory.check()
-    return scores[:, :capacity]
+    if not with_maxima:
+        return scores[:, :capacity]
+    assert not arrived.any()
+    return torch.cat([scores[:, :capacity], maxima], dim=1)
 
 
 @dataclass
@@ -184,13 +236,63 @@ class Selection:
     span: int = 64
     page_table: Tensor | None = None
     memory: Memory = field(default_factory=Memory)
+    num_kept: int = 0
+
+    def __post_init__(self) -> None:
+        width = self.scores.shape[1] // 64
+        if self.page_table is None:
+            self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
+
+    def maxima(self, programs: int) -> Tensor:
+        """Of groups, `[R, programs, 64]`, 0xFF bytes where a program has no page."""
+        num_rows = len(self.scores)
+        found = torch.full((num_rows, programs, 64), -1, dtype=torch.int32).view(torch.float32)
+        for row in range(num_rows):
+            request, own = divmod(row, self.rows)
+            whole = min(max(int(self.seq_lens[request]), 0), self.scores.shape[1])
+            length = min(max(int(self.seq_lens[request]) - (self.rows - 1 - own), 0), whole)
+            seen = self.scores[row].where(~self.scores[row].isnan(), -math.inf)
+            seen[length:] = -math.inf
+            pages = seen.view(-1, 64)[: -(-whole // 64)]
+            for program in range(min(programs, len(pages))):
+                found[row, program] = pages[program::programs].amax(dim=0)
+        return found
+
+    def run_filter(
+        self, *, columns: int = 2, shares: int = 1, parts: int = 2, final: int = 32, chunk: int = 64
+    ) -> Outputs:
+        """By one launch of filter, with maxima as decode_scores would leave them.
+
+        num_kept is then how many scores reached the bound.
+        """
+        num_rows, capacity = self.scores.shape
+        memory = self.memory
+        # What follows the last row is read, and must not matter.
+        scores = memory.poisoned(num_rows * (capacity + 64) + chunk, dtype=torch.float32)
+        held = scores[: num_rows * (capacity + 64)].view(num_rows, -1)
+        held[:, :capacity] = self.scores
+        kept = memory.poisoned(num_rows, parts, final, dtype=torch.int64)
+        counts = memory.poisoned(num_rows, parts, dtype=torch.int32)
+        outputs = outputs_of(memory, num_rows, self.top_k)
+        table = memory.holding(self.page_table)
+        arrived = torch.zeros(num_rows, dtype=torch.int32)
+        launch(
+            *(filter_kernel, (num_rows, parts), scores),
+            *(memory.holding(self.maxima(columns * shares)), kept, counts, arrived),
+            *(table, memory.holding(self.seq_lens), *vars(outputs).values()),
+            *(capacity // 64 + 1, table.stride(0), table.shape[1], columns * shares, num_rows),
+            **{"ROWS": self.rows, "TOP_K": self.top_k, "SHARES": 2},
+            **{"GROUPS": 64 * columns, "MAX_PARTS": 4, "FINAL": final, "CHUNK": chunk},
+        )
+        memory.check()
+        assert (arrived == parts).all()
+        self.num_kept = int(counts.sum())
+        return outputs
 
     def run(self) -> Outputs:
         """Level by level, as the plan does."""
         num_rows, capacity = self.scores.shape
         width = capacity // 64
-        if self.page_table is None:
-            self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
         source, stride, level = self.memory.holding(self.scores, padding=64), width + 1, 0
         spans = -(-capacity // self.span)
         while spans > 1:
@@ -215,6 +317,7 @@ class Selection:
             *((None,) * 3 if outputs is None else vars(outputs).values()),
             *(stride, table.stride(0), table.shape[1], num_rows),
             **{"ROWS": self.rows, "TOP_K": self.top_k, "SPAN": self.span, "LEVEL": level},
+            IS_ONE=level == 0 and spans == 1,
         )
         return outputs
 
@@ -264,7 +367,7 @@ def run_stream(
         table_stride, page_stride, capacity = 0, 0, len(case.keys)
     else:
         table = memory.holding(pages.page_table, padding=1)
-        keys = (*views(memory.holding(pages.cache)), table)
+        keys = (*views(memory.holding(pages.cache), pages.cache_dtype), table)
         table_stride, page_stride = table.stride(0), pages.page_stride // 16
         capacity = pages.width * 64
     block = tile["ROW_BLOCK"] + tile["REST_BLOCK"]
@@ -286,6 +389,7 @@ def run_stream(
             *(select_kernel, (num_rows, 1), None, kept, keys[2], None, ranges[1], None, *given),
             *(parts, table_stride, 0, num_rows),
             **{"ROWS": tile["ROWS"], "TOP_K": top_k, "SPAN": power(parts * top_k), "LEVEL": 1},
+            IS_ONE=False,
         )
     memory.check()
     return outputs

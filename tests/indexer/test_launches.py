@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.reference import (
     decode_scores_reference,
     range_scores_reference,
@@ -32,22 +33,24 @@ pytestmark = pytest.mark.interpret
 
 KERNELS = {
     "decode_scores_kernel": decode_scores_kernel,
+    "filter_kernel": filter_kernel,
     "select_kernel": select_kernel,
     "stream_kernel": stream_kernel,
 }
 PLANNING = """
 import json, sys
-from firesteel.indexer import plan, spec
+from firesteel.indexer import launches, plan, spec
 from firesteel.launch.kernel import Stride
 # Small, so that few keys fill more than one.
-plan.SPAN, plan.CHUNK, plan.SCORE_PROGRAMS = 1024, 512, 12
+plan.SPAN, plan.CHUNK, plan.SCORE_PROGRAMS, plan.FILTER_PARTS = 1024, 512, 12, 2
+plan._groups = lambda _: launches.Groups(columns=8, shares=2, max_shares=4)
 value = lambda each: {"stride": each.tensor} if isinstance(each, Stride) else each
 found = {}
 max_tiled = plan._max_tiled
 for title, (name, fields, count) in json.loads(sys.argv[1]).items():
     plan._max_tiled = (lambda _: 0) if title == "streamed" else max_tiled
     made = getattr(spec, name)(**fields, pdl=False)
-    launches = [
+    made_launches = [
         [
             launch.key.name,
             launch.grid,
@@ -58,15 +61,16 @@ for title, (name, fields, count) in json.loads(sys.argv[1]).items():
     ]
     operands = [[each.name, each.dtype, each.shape, each.is_written] for each in made.operands(())]
     regions = [[region.name, region.num_bytes] for region in made.workspace(count)]
-    found[title] = [count, launches, operands, regions]
+    found[title] = [count, made_launches, operands, regions]
 print(json.dumps(found))
 """
 COMMON = {"num_heads": 32, "top_k": 512}
-DECODE = {**COMMON, "num_heads": 8, "rows": 3, "width": 36, "page_stride": 8464}
+DECODE = {**COMMON, "num_heads": 8, "rows": 2, "width": 36, "page_stride": 8464}
 DECODE |= {"has_slots": True, "has_scores": True}
 PAGED = {**COMMON, "width": 10, "num_requests": 2, "has_slots": True}
 ASKED = {
     "tiled": ("DecodeSpec", DECODE, 2),
+    "filtered": ("DecodeSpec", {**DECODE, "is_filtered": True}, 2),
     "streamed": ("DecodeSpec", DECODE, 2),
     "contiguous": ("PrefillSpec", {**COMMON, "num_keys": 1500}, 9),
     "paged": ("PrefillSpec", PAGED, 4),
@@ -117,21 +121,25 @@ def check(found: dict[str, Tensor], wanted: list[Tensor]) -> None:
         assert indices[row].tolist() == top_k_reference(scores.tolist(), indices.shape[1])
 
 
-def test_decode_by_both_routes() -> None:
+def test_decode_by_each_route() -> None:
     """More keys than two spans hold, so that candidates are folded twice."""
     kind = {"width": 36, "page_stride": 8464, "missing": 0.1, "is_exact": True}
-    case = decode_case([2300, 40], rows=3, **kind)
+    case = decode_case([2300, 40], rows=2, **kind)
     names = ("q", "w", "cache", "page_table", "seq_lens")
     given = {name: getattr(case, name) for name in names}
     tiled, found = run("tiled", given)
     assert tiled == ["decode_scores", "select", "select", "select"]
     scores = decode_scores_reference(case.q, case.w, *case.pages, case.page_table, case.seq_lens)
     check(found, [row for request in scores for row in request])
-    streamed, again = run("streamed", given)
-    assert streamed == ["stream", "select"]
     assert set(found) == {"indices", "slots", "selected_scores"}
-    for name, tensor in found.items():
-        assert torch.equal(tensor.view(torch.int32), again[name].view(torch.int32)), name
+    for title, kernels in (
+        ("filtered", ["decode_scores", "filter"]),
+        ("streamed", ["stream", "select"]),
+    ):
+        launched, again = run(title, given)
+        assert launched == kernels
+        for name, tensor in found.items():
+            assert torch.equal(tensor.view(torch.int32), again[name].view(torch.int32)), name
 
 
 def test_prefill_of_contiguous_keys() -> None:

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from firesteel.errors import InvalidArgumentError
-from firesteel.indexer.pages import PAGE_BYTES, page_views, read_keys, write_keys
+from firesteel.indexer.pages import (
+    CACHE_DTYPES,
+    PAGE_BYTES,
+    page_values,
+    page_views,
+    read_keys,
+    write_keys,
+)
 
 E4M3 = torch.float8_e4m3fn
 
@@ -25,6 +32,24 @@ def test_what_is_written_is_read_and_nothing_else_changes(page_stride: int) -> N
     assert torch.equal(found.view(torch.uint8), values[there].view(torch.uint8))
     assert torch.equal(found_scales, scales[there])
     assert (cache != before).sum() <= 3 * (128 + 4)
+
+
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp16"])
+def test_pages_of_16_bits_are_values_alone(cache_dtype: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    # A last page that ends where its values do.
+    cache = torch.zeros(16400 + 16384, dtype=torch.uint8)
+    values = torch.randn(2, 128, generator=generator).to(CACHE_DTYPES[cache_dtype])
+    slots = torch.tensor([3, 127])
+    write_keys(cache, values, None, slots, 16400)
+    found, scales = read_keys(cache, slots, 16400, cache_dtype)
+    assert torch.equal(found.view(torch.int16), values.view(torch.int16))
+    assert scales is None
+    assert torch.equal(cache[3 * 256 : 4 * 256], values[0].view(torch.uint8))
+    assert torch.equal(cache[16400 + 63 * 256 :], values[1].view(torch.uint8))
+    assert not cache[4 * 256 : 16400 + 63 * 256].any()
+    with pytest.raises(InvalidArgumentError, match=r"got 16368, must be .* from 16384"):
+        page_values(cache, 16368, cache_dtype)
 
 
 def test_the_layout_is_values_then_scales() -> None:

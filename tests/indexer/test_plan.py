@@ -1,12 +1,14 @@
 """`select` of the indexer: total and pure, of few keys and bounded memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.indexer.pages import CACHE_DTYPES
 from firesteel.indexer.plan import MAX_WORKSPACE, SPAN, STREAM_PROGRAMS, is_tiled, levels
 from firesteel.indexer.spec import TOP_KS, DecodeSpec, PageWriterSpec, PrefillSpec
 from firesteel.launch import plan
@@ -17,6 +19,7 @@ from tests.launch.rig import call_of, ready_on_stub, tensors_of
 MILLION = 1 << 20
 TURNKEY = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=128)
 LONG = replace(TURNKEY, width=MILLION // 64)
+HALF = DecodeSpec(num_heads=32, top_k=2048, width=128, cache_dtype="bf16")
 PREFILL = PrefillSpec(num_heads=32, top_k=2048, num_keys=131072)
 PAGED = PrefillSpec(num_heads=64, top_k=512, width=2048, num_requests=4, has_slots=True)
 
@@ -32,9 +35,11 @@ def decodes(draw: st.DrawFn) -> DecodeSpec:
         top_k=draw(st.sampled_from(TOP_KS)),
         rows=draw(st.integers(1, 8)),
         width=draw(st.sampled_from((1, 3, 128, 2048, MILLION // 64, 8 * MILLION // 64))),
-        page_stride=draw(st.sampled_from((8448, 1_077_120))),
+        cache_dtype=draw(st.sampled_from(tuple(CACHE_DTYPES))),
+        page_stride=draw(st.sampled_from((0, 1_077_120))),
         has_slots=draw(st.booleans()),
         has_scores=draw(st.booleans()),
+        is_filtered=draw(st.sampled_from((None, True, False))),
         pdl=draw(st.booleans()),
     )
 
@@ -52,11 +57,35 @@ def test_decode_is_total_and_pure(spec: DecodeSpec, num_tokens: int) -> None:
 
 @given(spec=decodes())
 def test_workspace_never_shrinks(spec: DecodeSpec) -> None:
-    before = [0, 0]
+    before = [0] * len(spec.workspace(0))
     for num_tokens in (0, 1, 2, 3, 5, 8, 9, 40, 41, 42, 300, 5000):
         sizes = [region.num_bytes for region in spec.workspace(num_tokens)]
         assert all(now >= then for now, then in zip(sizes, before, strict=True))
         before = sizes
+
+
+@given(spec=decodes(), num_requests=st.sampled_from((1, 2, 3, 5, 8, 48, 133)))
+def test_a_filter_s_regions_hold_what_it_writes(spec: DecodeSpec, num_requests: int) -> None:
+    launches = spec.select(num_requests, ())
+    if launches[-1].key.name != "filter_kernel":
+        return
+    scores, last = launches
+    constants = dict(last.key.constexprs)
+    num_rows, parts, _ = last.grid
+    requests, programs, _ = scores.grid
+    assert num_rows == requests * spec.rows == num_requests * spec.rows
+    assert (
+        dict(zip((name for name, _ in last.key.arguments), last.arguments, strict=True))["programs"]
+        == programs
+    )
+    assert 64 * programs in {constants["GROUPS"] * share for share in (1, 2, 4)}
+    assert parts <= constants["MAX_PARTS"]
+    sizes = {region.name: region.num_bytes for region in spec.workspace(num_requests)}
+    assert sizes["scores"] >= 4 * (num_rows * spec.capacity + constants["CHUNK"])
+    assert sizes["maxima"] >= 4 * num_rows * programs * 64
+    assert sizes["candidates"] >= 8 * num_rows * parts * constants["FINAL"]
+    assert sizes["counts"] >= 4 * num_rows * parts
+    assert sizes["arrived"] >= 4 * num_rows
 
 
 @pytest.mark.parametrize("num_keys", [1, 8192, 131072, MILLION, 8 * MILLION])
@@ -70,14 +99,34 @@ def test_prefill_s_memory_knows_neither_rows_nor_keys(num_keys: int) -> None:
 
 def test_routes() -> None:
     assert names(TURNKEY, 8) == ["decode_scores", "select"]
-    assert names(replace(TURNKEY, width=2048), 8) == ["decode_scores", "select", "select"]
-    assert names(LONG, 8) == ["decode_scores", "select", "select", "select"]
+    assert names(replace(TURNKEY, width=129), 8) == ["decode_scores", "filter"]
+    assert names(LONG, 8) == ["decode_scores", "filter"]
+    assert names(replace(TURNKEY, is_filtered=True), 8) == ["decode_scores", "filter"]
+    whole = replace(LONG, is_filtered=False)
+    assert names(replace(whole, width=2048), 8) == ["decode_scores", "select", "select"]
+    assert names(whole, 8) == ["decode_scores", "select", "select", "select"]
     assert is_tiled(LONG, 8)
+    assert is_tiled(whole, 8)
     assert names(LONG, 9) == ["stream", "select"]
     # Once requests are as many as programs, none shares its keys.
     assert names(LONG, STREAM_PROGRAMS) == ["stream"]
     assert names(PREFILL, 1) == ["stream", "select"]
     assert names(PREFILL, 3072) == ["stream"]
+
+
+@pytest.mark.parametrize(("num_heads", "rows"), [(64, 1), (8, 8), (32, 6), (64, 8)])
+def test_scores_have_one_tile_on_every_route(
+    num_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another would add heads up in another order, and so give other bits."""
+    spec = replace(TURNKEY, num_heads=num_heads, rows=rows)
+    keys = [replace(spec, is_filtered=each).select(1, ())[0].key for each in (True, False)]
+    monkeypatch.setattr("firesteel.indexer.plan._max_tiled", lambda _: 0)
+    keys.append(spec.select(1, ())[0].key)
+    assert [key.name for key in keys] == ["decode_scores_kernel"] * 2 + ["stream_kernel"]
+    names = ("H", "ROW_BLOCK", "REST_BLOCK", "HEAD_BLOCK")
+    tiles = {(key.num_warps, *(dict(key.constexprs)[name] for name in names)) for key in keys}
+    assert len(tiles) == 1
 
 
 def test_levels_end_in_one_span() -> None:
@@ -95,7 +144,17 @@ def test_plans_are_values_of_few_keys(spec: Spec) -> None:
     assert made.digest == plan(spec, 300).digest
 
 
-@pytest.mark.parametrize("spec", [replace(LONG, has_slots=True), PREFILL, PAGED, PageWriterSpec()])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(replace(LONG, has_slots=True), PREFILL, PAGED, PageWriterSpec()),
+        *(
+            HALF,
+            replace(PREFILL, cache_dtype="fp16", page_stride=0),
+            PageWriterSpec(cache_dtype="bf16"),
+        ),
+    ],
+)
 def test_a_plan_binds_and_runs(spec: Spec) -> None:
     driver = StubDriver.open()
     driver.reset()
@@ -120,10 +179,12 @@ def test_a_plan_binds_and_runs(spec: Spec) -> None:
         ({"rows": 9}, InvalidArgumentError, "rows: got 9, must be an integer from 1 to 8"),
         ({"width": 0}, InvalidArgumentError, "width: got 0"),
         ({"page_stride": 8449}, InvalidArgumentError, "page_stride: got 8449"),
+        ({"cache_dtype": "fp32"}, UnsupportedError, "cache_dtype: got 'fp32', must be one of e4m3"),
+        ({"cache_dtype": "fp16"}, InvalidArgumentError, r"page_stride: got 8448, .* from 16384"),
     ],
 )
 def test_a_field_that_no_kernel_takes_is_refused(
-    changed: dict[str, int], error: type[Exception], words: str
+    changed: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         replace(TURNKEY, **changed)
@@ -137,6 +198,27 @@ def test_keys_are_contiguous_or_in_pages() -> None:
         replace(PREFILL, has_slots=True)
     with pytest.raises(UnsupportedError, match="dtype: got 'fp64'"):
         PageWriterSpec(dtype="fp64")
+
+
+def test_pages_of_16_bits_have_no_scales() -> None:
+    spec = PrefillSpec(num_heads=32, top_k=512, num_keys=64, cache_dtype="fp16")
+    assert [each.name for each in spec.operands(())][:2] == ["keys", "q"]
+    assert {each.dtype for each in spec.operands(())[:2]} == {"fp16"}
+    assert (TURNKEY.page_stride, HALF.page_stride) == (8448, 16384)
+    for made in (HALF, spec):
+        (launch,) = (each for each in made.select(1, ()) if "select" not in each.key.name)
+        assert dict(launch.key.constexprs)["scales_ptr"] is None
+    with pytest.raises(UnsupportedError, match="power_of_two: got True, must be False of bf16"):
+        PageWriterSpec(cache_dtype="bf16", power_of_two=True)
+
+
+def test_queries_that_no_shared_memory_holds_are_refused() -> None:
+    wide = DecodeSpec(num_heads=33, top_k=512, width=1, rows=5, cache_dtype="bf16")
+    assert wide.for_target("sm_90") == wide
+    with pytest.raises(UnsupportedError, match="rows: got 5 of 33 heads in bf16, must be at most"):
+        wide.for_target("sm_120")
+    for fits in ({"rows": 4}, {"num_heads": 32}, {"cache_dtype": "e4m3", "page_stride": 0}):
+        assert replace(wide, **fits).for_target("sm_120").rows
 
 
 def test_a_negative_count_is_refused() -> None:

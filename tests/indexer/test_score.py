@@ -9,7 +9,7 @@ from torch import Tensor
 
 from firesteel.indexer.reference import decode_scores_reference, score_bound_reference
 from firesteel.indexer.score import decode_scores_kernel
-from tests.indexer.kernels import Decode, decode_case, run_scores, views
+from tests.indexer.kernels import Decode, Selection, decode_case, run_scores, views
 from tests.moe.kernels import launch, run_on_nothing
 from tests.moe.sparse import at, sparse_memory
 
@@ -31,7 +31,8 @@ def check_scores(case: Decode, scores: Tensor) -> None:
             if page < 0:
                 continue
             here = slice(start, min(start + 64, length))
-            bound = score_bound_reference(case.q[b, j], case.w[b, j], values[page], scales[page])
+            page_scales = None if scales is None else scales[page]
+            bound = score_bound_reference(case.q[b, j], case.w[b, j], values[page], page_scales)
             error = (found[here] - expected[here]).abs()
             is_number = ~expected[here].isnan()
             assert (error <= bound[: len(error)])[is_number].all()
@@ -44,6 +45,23 @@ def test_scores_lie_within_their_bound(rows: int) -> None:
     heads = (8, 64, 16, 24, 32, 8, 9, 16)[rows - 1]
     lens = [150, 0, rows, 64, 2**31 - 1]
     check_scores(case := decode_case(lens, rows=rows, heads=heads, missing=0.2), run_scores(case))
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 9), (6, 8)])
+def test_scores_of_16_bit_keys(rows: int, heads: int) -> None:
+    kind = {"cache_dtype": "fp16", "page_stride": 16400, "missing": 0.2}
+    case = decode_case([150, 0, 192], rows=rows, heads=heads, **kind)
+    check_scores(case, run_scores(case))
+
+
+def test_a_nan_key_is_its_score_whatever_heads_and_weights_are() -> None:
+    """Of a head whose product is negative, which relu drops, and of weights that are 0."""
+    case = decode_case([64], heads=9, cache_dtype="fp16", is_exact=True)
+    case.q.fill_(-1)
+    case.pages[0].fill_(1)
+    case.pages[0][:, ::2, 5] = math.nan
+    case.w.zero_()
+    assert run_scores(case)[0, :64].isnan().tolist() == [True, False] * 32
 
 
 def test_lengths_that_are_negative_are_none() -> None:
@@ -67,6 +85,18 @@ def test_any_split_and_batch_has_the_same_bits() -> None:
             seq_lens=case.seq_lens[b : b + 1],
         )
         assert torch.equal(run_scores(one).view(torch.int32), whole[3 * b : 3 * b + 3])
+
+
+@pytest.mark.parametrize(("rows", "heads", "programs"), [(1, 16, 2), (6, 8, 4)])
+def test_maxima_are_those_of_each_row_s_keys(rows: int, heads: int, programs: int) -> None:
+    """Of every program's pages, holes and keys past a row's length left out."""
+    case = decode_case([150, 0, 320, 3], rows=rows, heads=heads, width=5, missing=0.2)
+    found = run_scores(case, programs=programs, with_maxima=True)
+    scores, maxima = found[:, :320], found[:, 320:]
+    wanted = Selection(scores, case.seq_lens, rows=rows).maxima(programs).flatten(1)
+    assert torch.equal(maxima.view(torch.int32), wanted.view(torch.int32))
+    alone = run_scores(case, programs=1)
+    assert torch.equal(scores.view(torch.int32), alone.view(torch.int32))
 
 
 def test_pages_past_2_31_bytes() -> None:
@@ -96,7 +126,7 @@ def _run_in_place(case: Decode) -> Tensor:
     scores = torch.empty(case.num_rows, case.width * 64)
     launch(
         *(decode_scores_kernel, (1, 2), case.q, case.w, *views(case.cache)),
-        *(case.page_table, case.seq_lens, scores, case.width, case.page_stride // 16),
+        *(case.page_table, case.seq_lens, scores, None, None, case.width, case.page_stride // 16),
         *(case.width, scores.stride(0) // 64),
         **case.tile,
     )
@@ -115,5 +145,5 @@ def test_scores_past_the_range_of_fp16() -> None:
 def test_empty_work_ends() -> None:
     constants = {"H": 8, "ROWS": 1, "ROW_BLOCK": 2, "REST_BLOCK": 0, "HEAD_BLOCK": 8, "STAGES": 2}
     run_on_nothing(
-        decode_scores_kernel, num_pointers=7, num_integers=4, dtypes={}, absent=set(), **constants
+        decode_scores_kernel, num_pointers=9, num_integers=4, dtypes={}, absent=set(), **constants
     )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.reference import top_k_reference
 from firesteel.indexer.select import select_kernel
 from tests.indexer.kernels import Selection
@@ -45,8 +46,9 @@ def scores_of(kind: str, count: int, generator: torch.Generator) -> Tensor:
     return found * 1e38 if kind == "huge" else found
 
 
-def check(selection: Selection, lengths: list[int]) -> None:
-    found = selection.run()
+def check(selection: Selection, lengths: list[int], **filtered: int) -> None:
+    """By select; with the sizes of a filter by that."""
+    found = selection.run_filter(**filtered) if filtered else selection.run()
     for row, length in enumerate(lengths):
         scores = selection.scores[row, :length]
         wanted = top_k_reference(scores.tolist(), selection.top_k)
@@ -68,7 +70,7 @@ def check(selection: Selection, lengths: list[int]) -> None:
     rows=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=24)
+@settings(max_examples=16)
 def test_selection_is_the_oracle_s(kind: str, pages: int, span: int, rows: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     capacity = 64 * pages
@@ -98,6 +100,44 @@ def test_lengths_are_clamped(length: int) -> None:
     check(Selection(scores, torch.tensor([length], dtype=torch.int32), rows=2), lengths)
 
 
+@given(
+    kind=st.sampled_from(KINDS),
+    pages=st.integers(1, 8),
+    sizes=st.sampled_from(((1, 1, 1, 64), (2, 1, 2, 64), (2, 2, 4, 128), (4, 1, 3, 256))),
+    rows=st.integers(1, 2),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=12)
+def test_filter_is_the_oracle_s(
+    kind: str, pages: int, sizes: tuple[int, ...], rows: int, seed: int
+) -> None:
+    """Where few pass the bound, and where more do than are held: narrow, equal, mostly zero."""
+    generator = torch.Generator().manual_seed(seed)
+    capacity = 64 * pages
+    scores = torch.stack([scores_of(kind, capacity, generator) for _ in range(rows)])
+    last = int(torch.randint(-1, capacity + 4, (1,), generator=generator))
+    lengths = [min(max(last - (rows - 1 - row), 0), capacity) for row in range(rows)]
+    selection = Selection(scores, torch.tensor([last], dtype=torch.int32), rows=rows)
+    names = ("columns", "shares", "parts", "chunk")
+    check(selection, lengths, **dict(zip(names, sizes, strict=True)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "all equal"])
+@pytest.mark.parametrize("length", [0, 16, 17, 65])
+def test_filter_at_each_length_around_a_boundary(kind: str, length: int) -> None:
+    scores = scores_of(kind, 128, torch.Generator().manual_seed(length))[None]
+    scores[:, length:] = math.inf
+    check(Selection(scores, torch.tensor([length], dtype=torch.int32)), [length], parts=2)
+
+
+def test_filter_drops_what_is_below_its_bound() -> None:
+    """Of 16 pages of random scores so few are left that all fit; a run through all would too."""
+    generator = torch.Generator().manual_seed(11)
+    selection = Selection(torch.randn(1, 1024, generator=generator), torch.tensor([1024]).int())
+    selection.run_filter(columns=4, parts=4, final=64)
+    assert 16 <= selection.num_kept <= 32
+
+
 def test_the_example_of_the_kernel() -> None:
     scores = torch.tensor([[5, 1, 7, 7, 9, math.nan] + [0.0] * 58])
     found = Selection(scores, torch.tensor([6], dtype=torch.int32), top_k=2, span=4).run()
@@ -115,7 +155,13 @@ def test_the_sizes_that_ship(top_k: int) -> None:
 
 
 def test_empty_work_ends() -> None:
-    constants = {"ROWS": 3, "TOP_K": 16, "SPAN": 64, "LEVEL": 0}
+    sizes = {"SHARES": 1, "GROUPS": 64, "MAX_PARTS": 2, "FINAL": 64, "CHUNK": 64}
+    run_on_nothing(
+        *(filter_kernel,),
+        **{"num_pointers": 10, "num_integers": 5, "dtypes": {}, "absent": set()},
+        **{"ROWS": 3, "TOP_K": 16, **sizes},
+    )
+    constants = {"ROWS": 3, "TOP_K": 16, "SPAN": 64, "LEVEL": 0, "IS_ONE": True}
     run_on_nothing(
         select_kernel, num_pointers=9, num_integers=4, dtypes={}, absent=set(), **constants
     )

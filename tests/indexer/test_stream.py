@@ -21,9 +21,11 @@ from tests.indexer.kernels import (
     decode_case,
     e4m3,
     key_scales,
+    numbers,
     run_scores,
     run_stream,
     weights,
+    with_holes,
 )
 from tests.moe.kernels import run_on_nothing
 
@@ -55,7 +57,9 @@ def decode_wanted(case: Decode) -> list[Tensor]:
 )
 def test_decode_selects_what_the_oracle_does(rows: int, parts: int, chunk: int) -> None:
     lens = [200, -7, 2**31 - 1]
-    case = decode_case(lens, rows=rows, width=4, missing=0.2, is_exact=True, seed=rows)
+    cache_dtype = "fp16" if rows == 2 else "e4m3"
+    kind = {"cache_dtype": cache_dtype, "missing": 0.2, "is_exact": True}
+    case = decode_case(lens, rows=rows, width=4, seed=rows, **kind)
     found = run_stream(case, parts=parts, chunk=chunk)
     tables = case.page_table.repeat_interleave(rows, dim=0).tolist()
     check(found, decode_wanted(case), tables)
@@ -72,28 +76,39 @@ def test_both_routes_of_decode_have_the_same_bits() -> None:
             )
 
 
-def prefill_case(num_rows: int, num_keys: int, *, heads: int = 8, seed: int = 0) -> Prefill:
+def prefill_case(
+    num_rows: int, num_keys: int, *, heads: int = 8, seed: int = 0, cache_dtype: str = "e4m3"
+) -> Prefill:
     """Rows with ranges of every kind over contiguous keys."""
     generator = torch.Generator().manual_seed(seed)
     kind = {"generator": generator, "is_exact": True}
+    types = {**kind, "cache_dtype": cache_dtype}
+    keys, scales = numbers(num_keys, 128, **types), None
+    if cache_dtype == "e4m3":
+        scales = key_scales(num_keys, **kind)
+    else:
+        keys = with_holes(keys, generator)
     start = torch.randint(-5, num_keys, (num_rows,), generator=generator)
     length = torch.randint(-3, num_keys, (num_rows,), generator=generator)
     end = torch.where(torch.arange(num_rows) % 5 == 4, 2**31 - 1, start + length)
     return Prefill(
-        q=e4m3(num_rows, heads, 128, **kind),
+        q=numbers(num_rows, heads, 128, **types),
         w=weights(num_rows, heads, **kind),
-        keys=e4m3(num_keys, 128, **kind),
-        scales=key_scales(num_keys, **kind),
+        keys=keys,
+        scales=scales,
         k_start=start.int(),
         k_end=end.int(),
     )
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "row_block", "parts", "chunk"), [(11, 4, 1, 64), (5, 8, 2, 128), (3, 2, 1, 256)]
+    ("num_rows", "row_block", "parts", "chunk", "cache_dtype"),
+    [(11, 4, 1, 64, "e4m3"), (5, 8, 2, 128, "fp16"), (3, 2, 1, 256, "e4m3")],
 )
-def test_prefill_of_contiguous_keys(num_rows: int, row_block: int, parts: int, chunk: int) -> None:
-    case = prefill_case(num_rows, 250, seed=num_rows)
+def test_prefill_of_contiguous_keys(
+    num_rows: int, row_block: int, parts: int, chunk: int, cache_dtype: str
+) -> None:
+    case = prefill_case(num_rows, 250, seed=num_rows, cache_dtype=cache_dtype)
     found = run_stream(case, row_block=row_block, parts=parts, chunk=chunk, programs=2)
     ranges = list(zip(case.k_start.tolist(), case.k_end.tolist(), strict=True))
     check(found, range_scores_reference(case.q, case.w, case.keys, case.scales, ranges), None)

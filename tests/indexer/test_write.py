@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from firesteel.indexer.pages import PAGE_BYTES, read_keys
-from firesteel.indexer.reference import quantize_reference
+from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, read_keys
+from firesteel.indexer.reference import quantize_reference, round_reference
 from firesteel.indexer.write import write_pages_kernel
 from tests.indexer.kernels import run_write
 from tests.moe.kernels import run_on_nothing
@@ -76,6 +76,43 @@ def test_pages_are_the_oracle_s(
         start = page * page_stride
         untouched[start + offset * 128 : start + offset * 128 + 128] = False
         untouched[start + 8192 + offset * 4 : start + 8192 + offset * 4 + 4] = False
+    assert (cache[untouched] == 255).all()
+
+
+def wide_keys(count: int, generator: torch.Generator) -> Tensor:
+    """fp32 of any bits, of 16 bits and what lies halfway between two, and beside it."""
+    bits = torch.randint(-(2**31), 2**31, (count, 128), generator=generator)
+    bits = torch.where(torch.rand(bits.shape, generator=generator) < 0.5, bits, bits >> 12 << 12)
+    keys = bits.int().view(torch.float32)
+    # Numbers around fp16's subnormals and its largest, where its roundings differ.
+    near = torch.randn(count, 128, generator=generator) * 2.0 ** torch.randint(
+        -28, 18, (count, 128), generator=generator
+    )
+    halves = near.half().float() * (1 + 2.0**-11)
+    kind = torch.randint(0, 4, (count, 128), generator=generator)
+    return torch.where(kind < 2, keys, torch.where(kind == 2, near, halves))
+
+
+@pytest.mark.parametrize("cache_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_16_bit_pages_are_keys_to_nearest_even(cache_dtype: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    keys = wide_keys(61, generator).to(dtype)
+    slots = torch.randperm(128, generator=generator)[:61].int()
+    slots[::7] = -1
+    page_stride = 16384 + 32
+    cache = torch.full((page_stride + 16384,), 255, dtype=torch.uint8)
+    run_write(keys, slots, cache, page_stride, cache_dtype=cache_dtype)
+    there = slots >= 0
+    wanted = round_reference(keys[there], CACHE_DTYPES[cache_dtype])
+    found, _ = read_keys(cache, slots[there], page_stride, cache_dtype)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    is_number = ~wanted.isnan()
+    assert torch.equal(found.view(torch.int16)[is_number], wanted.view(torch.int16)[is_number])
+    untouched = torch.ones_like(cache, dtype=torch.bool)
+    for slot in slots[there].tolist():
+        start = slot // 64 * page_stride + slot % 64 * 256
+        untouched[start : start + 256] = False
     assert (cache[untouched] == 255).all()
 
 

@@ -60,6 +60,10 @@ SPECS: dict[str, tuple[Spec, int]] = {
         DecodeSpec(num_heads=32, top_k=2048, rows=6, width=16384, has_slots=True, has_scores=True),
         20,
     ),
+    "indexer-16-bit": (
+        DecodeSpec(num_heads=64, top_k=512, width=512, cache_dtype="bf16", is_filtered=False),
+        20,
+    ),
     "indexer-prefill": (PrefillSpec(num_heads=64, top_k=512, num_keys=100_000), 300),
     "indexer-paged-prefill": (PrefillSpec(num_heads=64, top_k=512, width=99, has_slots=True), 300),
     "indexer-pages": (PageWriterSpec(page_stride=8464), 40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
 from firesteel.indexer.stream import stream_kernel
@@ -13,11 +14,13 @@ from firesteel.launch.key import Constexpr
 
 __all__ = [
     "KERNELS",
+    "Groups",
     "Keys",
     "Outputs",
     "Ranges",
     "Tile",
     "decode_scores",
+    "filter_scores",
     "select",
     "stream",
     "write_pages",
@@ -25,9 +28,10 @@ __all__ = [
 
 WRITE = Kernel(write_pages_kernel)
 DECODE_SCORES = Kernel(decode_scores_kernel)
+FILTER = Kernel(filter_kernel)
 SELECT = Kernel(select_kernel)
 STREAM = Kernel(stream_kernel)
-KERNELS = (WRITE, DECODE_SCORES, SELECT, STREAM)
+KERNELS = (WRITE, DECODE_SCORES, FILTER, SELECT, STREAM)
 
 Given = dict[str, tuple[str | None, Argument | None]]
 """Of each run-time parameter its type and what it is given; (None, None) for an absent tensor."""
@@ -71,26 +75,56 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """Where keys are: in pages, whose table each call may pass, or contiguous (no page_stride)."""
+class Groups:
+    """How a request's keys are grouped, each group with its largest score.
 
+    Fields
+        columns     programs of decode_scores that have groups of their own, 64 each
+        shares      programs that share a group, and each leave a maximum of it
+        max_shares  as many as a filter is compiled for
+    """
+
+    columns: int
+    shares: int
+    max_shares: int
+
+    @property
+    def programs(self) -> int:
+        """Of decode_scores, of a request."""
+        return self.columns * self.shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """Where keys are: in pages, whose table each call may pass, or contiguous (no page_stride).
+
+    Fields
+        dtype         of the keys, "fp8e4nv", "bf16" or "fp16"; only the first has scales
+        page_stride   bytes from page to page; None where keys are contiguous
+        table_stride  of the page table
+    """
+
+    dtype: str
     page_stride: int | None = None
     table_stride: Argument = 0
 
     @property
     def given(self) -> Given:
-        """Pointers to values and scales, and strides."""
+        """Pointers to queries, values and scales, and strides."""
+        has_scales = self.dtype == "fp8e4nv"
         if self.page_stride is None:
             return {
-                "values_ptr": ("*fp8e4nv", "keys"),
-                "scales_ptr": ("*fp32", "key_scales"),
+                "q_ptr": (f"*{self.dtype}", "q"),
+                "values_ptr": (f"*{self.dtype}", "keys"),
+                "scales_ptr": ("*fp32", "key_scales") if has_scales else (None, None),
                 "page_table_ptr": (None, None),
                 "stride_table": ("i64", 0),
                 "page_stride": ("i64", 0),
             }
         return {
-            "values_ptr": ("*fp8e4nv", "cache"),
-            "scales_ptr": ("*fp32", "cache"),
+            "q_ptr": (f"*{self.dtype}", "q"),
+            "values_ptr": (f"*{self.dtype}", "cache"),
+            "scales_ptr": ("*fp32", "cache") if has_scales else (None, None),
             "page_table_ptr": ("*i32", "page_table"),
             "stride_table": ("i64", self.table_stride),
             "page_stride": ("i64", self.page_stride // 16),
@@ -151,6 +185,7 @@ def _launch(
 def write_pages(
     *,
     dtype: str,
+    cache_dtype: str,
     slots: str,
     page_stride: int,
     power_of_two: bool,
@@ -158,12 +193,13 @@ def write_pages(
     block: int,
     pdl: bool,
 ) -> Launch:
-    """Round and place so many keys, `block` a program."""
+    """Round and place so many keys, `block` a program; types are those of `DTYPES`."""
+    has_scales = cache_dtype == "fp8e4nv"
     given: Given = {
         "keys_ptr": (f"*{dtype}", "keys"),
         "slots_ptr": (f"*{slots}", "slots"),
-        "values_ptr": ("*u8", "cache"),
-        "scales_ptr": ("*fp32", "cache"),
+        "values_ptr": ("*u8" if has_scales else f"*{cache_dtype}", "cache"),
+        "scales_ptr": ("*fp32", "cache") if has_scales else (None, None),
         "stride_keys": ("i64", Stride("keys")),
         "page_stride": ("i64", page_stride // 16),
         "M": ("i64", num_tokens),
@@ -174,15 +210,23 @@ def write_pages(
 
 
 def decode_scores(
-    keys: Keys, tile: Tile, *, requests: int, programs: int, width: int, pdl: bool
+    keys: Keys,
+    tile: Tile,
+    *,
+    requests: int,
+    programs: int,
+    width: int,
+    has_maxima: bool,
+    pdl: bool,
 ) -> Launch:
-    """Scores of every row of so many requests, by so many programs each."""
+    """Scores of every row of so many requests, by so many programs each; maxima for a filter."""
     given: Given = {
-        "q_ptr": ("*fp8e4nv", "q"),
-        "w_ptr": ("*fp32", "w"),
         **keys.given,
+        "w_ptr": ("*fp32", "w"),
         "seq_lens_ptr": ("*i32", "seq_lens"),
         "scores_ptr": ("*fp32", "scores"),
+        "maxima_ptr": ("*fp32", "maxima") if has_maxima else (None, None),
+        "arrived_ptr": ("*i32", "arrived") if has_maxima else (None, None),
         "width": ("i64", width),
         "stride_scores": ("i64", width),
     }
@@ -227,8 +271,45 @@ def select(
         "R": ("i64", num_rows),
     }
     constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
-    constants |= {"SPAN": span, "LEVEL": level}
+    constants |= {"SPAN": span, "LEVEL": level, "IS_ONE": level == 0 and spans == 1}
     return _launch(SELECT, (num_rows, spans, 1), given, constants, warps=warps, pdl=pdl)
+
+
+def filter_scores(
+    outputs: Outputs,
+    groups: Groups,
+    *,
+    num_rows: int,
+    rows: int,
+    parts: int,
+    max_parts: int,
+    final: int,
+    chunk: int,
+    width: int,
+    table_stride: Argument,
+    warps: int,
+    pdl: bool,
+) -> Launch:
+    """The best scores of each row, by `parts` programs a row; max_parts are compiled for."""
+    given: Given = {
+        "scores_ptr": ("*fp32", "scores"),
+        "maxima_ptr": ("*fp32", "maxima"),
+        "kept_ptr": ("*i64", "candidates"),
+        "counts_ptr": ("*i32", "counts"),
+        "arrived_ptr": ("*i32", "arrived"),
+        "page_table_ptr": ("*i32", "page_table") if outputs.slots else (None, None),
+        "seq_lens_ptr": ("*i32", "seq_lens"),
+        **outputs.given(),
+        "stride_scores": ("i64", width),
+        "stride_table": ("i64", table_stride if outputs.slots else 0),
+        "width": ("i64", width),
+        "programs": ("i64", groups.programs),
+        "R": ("i64", num_rows),
+    }
+    constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
+    constants |= {"SHARES": groups.max_shares, "GROUPS": 64 * groups.columns}
+    constants |= {"MAX_PARTS": max_parts, "FINAL": final, "CHUNK": chunk}
+    return _launch(FILTER, (num_rows, parts, 1), given, constants, warps=warps, pdl=pdl)
 
 
 def stream(
@@ -247,9 +328,8 @@ def stream(
 ) -> Launch:
     """Scores and selection of so many rows in blocks, by so many programs."""
     given: Given = {
-        "q_ptr": ("*fp8e4nv", "q"),
-        "w_ptr": ("*fp32", "w"),
         **keys.given,
+        "w_ptr": ("*fp32", "w"),
         **ranges.given("seq_lens", "row_request", "k_start", "k_end"),
         "scratch_ptr": ("*fp32", "scores"),
         "kept_ptr": ("*i64", "candidates"),

@@ -1,26 +1,31 @@
 """`select` of the indexer's operations: the only chooser of their launches; the plan enumerates it.
 
-    write    one launch
-    tiled    decode whose scores fit the workspace: decode_scores, then select of each span of
-             16384 keys, then select of what those left, until one span is left
-    stream   decode of more, and all prefill: stream; then select, where the keys of a row were
-             shared among programs
+    write     one launch
+    tiled     decode whose scores fit the workspace: decode_scores, then select of each span of
+              16384 keys, then select of what those left, until one span is left
+    filtered  the same of requests that may have more than 8192 keys: decode_scores, which leaves
+              maxima of groups of keys too, then filter
+    stream    decode of more, and all prefill: stream; then select, where the keys of a row were
+              shared among programs
 
-Both ways give the same bits: scores have one order of additions, and the selection is exact.
+All ways give the same bits: scores have one order of additions, and the selection is exact.
 Nothing here asks a device: how many programs keep a GPU busy is a constant.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.indexer.launches import (
+    Groups,
     Keys,
     Outputs,
     Ranges,
     Tile,
     decode_scores,
+    filter_scores,
     select,
     stream,
     write_pages,
@@ -35,6 +40,7 @@ __all__ = [
     "MAX_WORKSPACE",
     "decode_tile",
     "decode_workspace",
+    "is_filtered",
     "is_tiled",
     "levels",
     "prefill_tile",
@@ -50,6 +56,14 @@ SPAN = 16384
 """Scores that a program selects from at a time, in registers."""
 SCORE_PROGRAMS = 528
 """Of decode_scores, about: four for each of an H200's 132 multiprocessors."""
+FILTERED_KEYS = 8192
+"""Most keys of a request from which a select of all is no slower than a filter."""
+FILTER_PROGRAMS = 132
+"""Of filter, at most while rows are fewer: one for each."""
+FILTER_FINAL = 4096
+"""Keys that may reach a filter's bound before it goes through all of them again."""
+FILTER_PARTS = 16
+"""Programs of filter that share a row, at most."""
 STREAM_PROGRAMS = 264
 """Of stream: two for each."""
 CHUNK = 8192
@@ -69,7 +83,7 @@ def _check_count(num_tokens: int) -> None:
         raise InvalidArgumentError(f"num_tokens: got {num_tokens}, must not be negative")
 
 
-def _tile(heads: int, rows: int) -> Tile:
+def _tile(heads: int, rows: int, cache_dtype: str) -> Tile:
     head_block = _power(heads)
     # A product has sixteen columns at least.
     least = 16 // head_block
@@ -79,24 +93,33 @@ def _tile(heads: int, rows: int) -> Tile:
         rest = max(_power(rows - half), least)
         if half + rest < row_block:
             row_block, rest_block = half, rest
+    columns = (row_block + rest_block) * head_block
+    # Twice the bytes: so that two programs, on sm_120 one, find room for their queries.
+    is_wide = cache_dtype != "e4m3" and columns > MAX_COLUMNS // 2
     return Tile(
         heads=heads,
         rows=rows,
         row_block=row_block,
         rest_block=rest_block,
         head_block=head_block,
-        warps=8 if (row_block + rest_block) * head_block <= MAX_COLUMNS else 16,
+        warps=8 if columns <= MAX_COLUMNS else 16,
+        stages=2 if is_wide else 3,
     )
 
 
 def decode_tile(spec: DecodeSpec) -> Tile:
-    """All rows of a request in one product, so that its keys are read once."""
-    return _tile(spec.num_heads, spec.rows)
+    """All rows of a request in one product, so that its keys are read once.
+
+    Few columns are one warp group's, and no sum over heads is one over two of them.
+    """
+    tile = _tile(spec.num_heads, spec.rows, spec.cache_dtype)
+    return replace(tile, warps=4) if tile.block * tile.head_block <= 64 else tile
 
 
 def prefill_tile(spec: PrefillSpec) -> Tile:
     """As many rows as a product has columns for, at most eight."""
-    return _tile(spec.num_heads, min(8, MAX_COLUMNS // _power(spec.num_heads)))
+    rows = min(8, MAX_COLUMNS // _power(spec.num_heads))
+    return _tile(spec.num_heads, rows, spec.cache_dtype)
 
 
 def levels(capacity: int, top_k: int) -> list[int]:
@@ -107,6 +130,40 @@ def levels(capacity: int, top_k: int) -> list[int]:
     return found
 
 
+def is_filtered(spec: DecodeSpec) -> bool:
+    """Whether calls whose scores fit the workspace are filtered."""
+    if spec.is_filtered is not None:
+        return spec.is_filtered
+    return spec.capacity > FILTERED_KEYS
+
+
+def _groups(num_requests: int) -> Groups:
+    """So many programs that a GPU is busy, and so many groups that few keys pass the bound."""
+    if num_requests > 4:
+        return Groups(columns=64, shares=1, max_shares=1)
+    return Groups(columns=128, shares=4 // _power(num_requests), max_shares=4)
+
+
+def _filter_parts(num_rows: int) -> int:
+    """A power of two."""
+    return min(FILTER_PARTS, max(1, _power(FILTER_PROGRAMS // num_rows + 1) // 2))
+
+
+def _filter_bytes(spec: DecodeSpec, num_rows: int) -> dict[str, int]:
+    """Of each region of the filtered route, for so many rows or fewer."""
+    programs = max(num_rows, FILTER_PROGRAMS)
+    # Requests times programs: 512 of 1, 2, 4 or 8 requests, 64 each of more.
+    columns = max(512, 64 * -(-num_rows // spec.rows))
+    return {
+        # The last row's last chunk is read whole.
+        "scores": 4 * (num_rows * spec.capacity + CHUNK),
+        "candidates": 8 * programs * FILTER_FINAL,
+        "maxima": 4 * 64 * columns * spec.rows,
+        "counts": 4 * programs,
+        "arrived": 4 * num_rows,
+    }
+
+
 def _row_bytes(spec: DecodeSpec) -> tuple[int, int]:
     """Of a row of the tiled route: its scores, and the first level's candidates."""
     spans = levels(spec.capacity, spec.top_k)[0]
@@ -115,8 +172,13 @@ def _row_bytes(spec: DecodeSpec) -> tuple[int, int]:
 
 def _max_tiled(spec: DecodeSpec) -> int:
     """Most requests whose scores fit the workspace, beside the candidates of either route."""
+    streamed, kept = _stream_bytes(decode_tile(spec), spec.top_k)
     scores, candidates = _row_bytes(spec)
-    kept = _stream_bytes(decode_tile(spec), spec.top_k)[1]
+    if is_filtered(spec):
+        # What is left beside what few rows take, and what each of many adds beside its scores.
+        left = max(0, MAX_WORKSPACE - kept - sum(_filter_bytes(spec, 0).values()))
+        more = 8 * FILTER_FINAL + 4 * 64 * 64 + 8
+        return min(left // (scores + more), max(0, left - streamed) // more) // spec.rows
     rows = min(MAX_WORKSPACE // (scores + candidates), (MAX_WORKSPACE - kept) // scores)
     return rows // spec.rows
 
@@ -126,29 +188,42 @@ def is_tiled(spec: DecodeSpec, num_requests: int) -> bool:
     return num_requests <= _max_tiled(spec)
 
 
+def _stream_sizes(tile: Tile) -> tuple[int, int]:
+    """Programs of stream, and keys of a chunk: twice and half with few warps."""
+    return (2 * STREAM_PROGRAMS, CHUNK // 2) if tile.warps == 4 else (STREAM_PROGRAMS, CHUNK)
+
+
 def _stream_bytes(tile: Tile, top_k: int) -> tuple[int, int]:
-    rows = STREAM_PROGRAMS * tile.block
-    return 4 * CHUNK * rows, 8 * top_k * rows
+    programs, chunk = _stream_sizes(tile)
+    return 4 * chunk * programs * tile.block, 8 * top_k * programs * tile.block
 
 
-def _regions(scores: int, candidates: int) -> tuple[Region, ...]:
-    return (Region("scores", "u8", (scores,)), Region("candidates", "u8", (candidates,)))
+def _regions(**num_bytes: int) -> tuple[Region, ...]:
+    return tuple(Region(name, "u8", (each,)) for name, each in num_bytes.items())
 
 
 def decode_workspace(spec: DecodeSpec, num_requests: int) -> tuple[Region, ...]:
-    """`scores` and `candidates`, which change places from level to level."""
+    """`scores` and `candidates`, which change places from level to level; more for a filter."""
     rows = min(num_requests, _max_tiled(spec)) * spec.rows
-    scores, candidates = (rows * size for size in _row_bytes(spec))
+    if is_filtered(spec):
+        sizes = _filter_bytes(spec, rows)
+        if rows == 0:
+            sizes = dict.fromkeys(sizes, 0)
+    else:
+        scores, candidates = (rows * size for size in _row_bytes(spec))
+        sizes = {"scores": scores, "candidates": candidates}
     if not is_tiled(spec, num_requests):
-        found = _stream_bytes(decode_tile(spec), spec.top_k)
-        scores, candidates = max(scores, found[0]), max(candidates, found[1])
-    return _regions(scores, candidates)
+        scores, candidates = _stream_bytes(decode_tile(spec), spec.top_k)
+        sizes["scores"] = max(sizes["scores"], scores)
+        sizes["candidates"] = max(sizes["candidates"], candidates)
+    return _regions(**sizes)
 
 
 def prefill_workspace(spec: PrefillSpec, num_rows: int) -> tuple[Region, ...]:
     """Of every program a chunk of scores and the candidates kept."""
     scores, candidates = _stream_bytes(prefill_tile(spec), spec.top_k)
-    return _regions(scores * (num_rows > 0), candidates * (num_rows > 0))
+    is_some = num_rows > 0
+    return _regions(scores=scores * is_some, candidates=candidates * is_some)
 
 
 def select_write(spec: PageWriterSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
@@ -162,6 +237,7 @@ def select_write(spec: PageWriterSpec, num_tokens: int, flags: Flags) -> tuple[L
         return ()
     launch = write_pages(
         dtype=spec.dtype,
+        cache_dtype=spec.element,
         slots=dict(flags)["slots"],
         page_stride=spec.page_stride,
         power_of_two=spec.power_of_two,
@@ -183,15 +259,38 @@ def select_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
         return ()
     if not is_tiled(spec, num_requests):
         return _stream_decode(spec, num_requests)
+    num_rows = num_requests * spec.rows
+    groups = _groups(num_requests) if is_filtered(spec) else None
+    programs = min(spec.width, -(-SCORE_PROGRAMS // num_requests))
     scores = decode_scores(
-        Keys(page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        _pages(spec),
         decode_tile(spec),
         requests=num_requests,
-        programs=min(spec.width, -(-SCORE_PROGRAMS // num_requests)),
+        programs=programs if groups is None else groups.programs,
         width=spec.width,
+        has_maxima=groups is not None,
         pdl=spec.pdl,
     )
-    return (scores, *_select_levels(spec, num_requests * spec.rows))
+    if groups is None:
+        return (scores, *_select_levels(spec, num_rows))
+    return (scores, _filter(spec, groups, num_rows))
+
+
+def _filter(spec: DecodeSpec, groups: Groups, num_rows: int) -> Launch:
+    return filter_scores(
+        _outputs(spec),
+        groups,
+        num_rows=num_rows,
+        rows=spec.rows,
+        parts=_filter_parts(num_rows),
+        max_parts=FILTER_PARTS,
+        final=FILTER_FINAL,
+        chunk=CHUNK,
+        width=spec.width,
+        table_stride=Stride("page_table"),
+        warps=16,
+        pdl=spec.pdl,
+    )
 
 
 def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
@@ -225,24 +324,29 @@ def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
     return found
 
 
+def _pages(spec: DecodeSpec) -> Keys:
+    return Keys(dtype=spec.element, page_stride=spec.page_stride, table_stride=Stride("page_table"))
+
+
 def _outputs(spec: DecodeSpec | PrefillSpec) -> Outputs:
     return Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
 
 
 def _select_warps(span: int) -> int:
-    return max(4, min(16, span // 1024))
+    return max(4, min(16, span // 512))
 
 
-def _num_parts(blocks: int, capacity: int, top_k: int) -> int:
+def _num_parts(tile: Tile, blocks: int, capacity: int, top_k: int) -> int:
     """Programs that share the keys of a block: what is left of a GPU, as one span folds them."""
-    return max(1, min(STREAM_PROGRAMS // blocks, SPAN // top_k, -(-capacity // CHUNK)))
+    programs, chunk = _stream_sizes(tile)
+    return max(1, min(programs // blocks, SPAN // top_k, -(-capacity // chunk)))
 
 
 def _stream_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
     return _stream(
         spec,
         decode_tile(spec),
-        Keys(page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        _pages(spec),
         Ranges(seq_lens=True),
         num_rows=num_requests * spec.rows,
         blocks=num_requests,
@@ -259,9 +363,9 @@ def select_prefill(spec: PrefillSpec, num_rows: int) -> tuple[Launch, ...]:
     if num_rows == 0:
         return ()
     tile = prefill_tile(spec)
-    keys, ranges = Keys(), Ranges(k_start=True, k_end=True)
+    keys, ranges = Keys(dtype=spec.element), Ranges(k_start=True, k_end=True)
     if spec.width is not None:
-        keys = Keys(page_stride=spec.page_stride, table_stride=spec.width)
+        keys = replace(keys, page_stride=spec.page_stride, table_stride=spec.width)
         ranges = Ranges(row_request=True, k_end=True)
     blocks = -(-num_rows // tile.rows)
     return _stream(spec, tile, keys, ranges, num_rows=num_rows, blocks=blocks)
@@ -276,7 +380,8 @@ def _stream(
     num_rows: int,
     blocks: int,
 ) -> tuple[Launch, ...]:
-    parts = _num_parts(blocks, spec.capacity, spec.top_k)
+    programs, chunk = _stream_sizes(tile)
+    parts = _num_parts(tile, blocks, spec.capacity, spec.top_k)
     streamed = stream(
         keys,
         ranges,
@@ -285,9 +390,9 @@ def _stream(
         num_rows=num_rows,
         blocks=blocks,
         parts=parts,
-        programs=min(STREAM_PROGRAMS, blocks * parts),
+        programs=min(programs, blocks * parts),
         capacity=spec.capacity,
-        chunk=CHUNK,
+        chunk=chunk,
         pdl=spec.pdl,
     )
     if parts == 1:

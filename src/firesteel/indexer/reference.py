@@ -17,6 +17,7 @@ __all__ = [
     "live_length",
     "quantize_reference",
     "range_scores_reference",
+    "round_reference",
     "score_bound_reference",
     "top_k_reference",
 ]
@@ -43,6 +44,11 @@ def quantize_reference(keys: Tensor, *, power_of_two: bool = False) -> tuple[Ten
     return values.to(torch.float8_e4m3fn), scales
 
 
+def round_reference(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys `[T, 128]` as bf16 or fp16, to nearest even; a NaN stays one, past the range is inf."""
+    return keys.to(dtype)
+
+
 def _power(exponent: int) -> float:
     return 2.0**exponent if exponent < 128 else math.inf
 
@@ -52,20 +58,26 @@ def live_length(seq_len: int, row: int, rows: int, capacity: int) -> int:
     return min(max(seq_len - (rows - 1 - row), 0), capacity)
 
 
-def _scores(q: Tensor, w: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """One row's scores of keys: q `[H, 128]`, w `[H]`, values `[T, 128]`, scales `[T]`."""
+def _scores(q: Tensor, w: Tensor, values: Tensor, scales: Tensor | None) -> Tensor:
+    """One row's scores of keys: q `[H, 128]`, w `[H]`, values `[T, 128]`, scales `[T]` or None."""
     dots = torch.einsum("hd,td->ht", q.double(), values.double())
-    return (w.double()[:, None] * dots.relu()).sum(dim=0) * scales.double()
+    sums = (w.double()[:, None] * dots.relu()).sum(dim=0)
+    return sums if scales is None else sums * scales.double()
 
 
 def decode_scores_reference(
-    q: Tensor, w: Tensor, keys: Tensor, key_scales: Tensor, page_table: Tensor, seq_lens: Tensor
+    q: Tensor,
+    w: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    page_table: Tensor,
+    seq_lens: Tensor,
 ) -> list[list[Tensor]]:
     """Scores in float64 of each row of each request, of the keys that it sees.
 
-    q `[B, n, H, 128]` e4m3, w `[B, n, H]`, keys `[pages, 64, 128]` and key_scales `[pages, 64]` as
-    `page_views` gives them, page_table `[B, width]`, seq_lens `[B]`. Keys of a missing page are
-    -inf.
+    q `[B, n, H, 128]`, w `[B, n, H]`, keys `[pages, 64, 128]` and key_scales `[pages, 64]` as
+    `page_views` gives them (None of 16-bit keys), page_table `[B, width]`, seq_lens `[B]`. Keys of
+    a missing page are -inf.
     """
     found: list[list[Tensor]] = []
     rows, capacity = q.shape[1], page_table.shape[1] * 64
@@ -78,41 +90,52 @@ def decode_scores_reference(
                 if page < 0:
                     parts.append(torch.full((64,), -math.inf, dtype=torch.float64))
                 else:
-                    parts.append(_scores(q[b, j], w[b, j], keys[page], key_scales[page]))
+                    scales = None if key_scales is None else key_scales[page]
+                    parts.append(_scores(q[b, j], w[b, j], keys[page], scales))
             of_request.append(torch.cat(parts)[:length])
         found.append(of_request)
     return found
 
 
 def range_scores_reference(
-    q: Tensor, w: Tensor, keys: Tensor, key_scales: Tensor, ranges: list[tuple[int, int]]
+    q: Tensor, w: Tensor, keys: Tensor, key_scales: Tensor | None, ranges: list[tuple[int, int]]
 ) -> list[Tensor]:
     """Scores in float64 of rows q `[M, H, 128]`, each of the keys `[start, end)` of its range.
 
-    keys `[T, 128]` e4m3 and key_scales `[T]`; ranges are clamped to the keys that there are.
+    keys `[T, 128]` and key_scales `[T]`, None of 16-bit keys; ranges are clamped to the keys that
+    there are.
     """
     found: list[Tensor] = []
     for row, (start, end) in enumerate(ranges):
         first = min(max(start, 0), len(keys))
         last = min(max(end, first), len(keys))
-        found.append(_scores(q[row], w[row], keys[first:last], key_scales[first:last]))
+        scales = None if key_scales is None else key_scales[first:last]
+        found.append(_scores(q[row], w[row], keys[first:last], scales))
     return found
 
 
 def score_bound_reference(
-    q: Tensor, w: Tensor, values: Tensor, scales: Tensor, *, dot_rounding: float = 128 * 2.0**-24
+    q: Tensor,
+    w: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    *,
+    dot_rounding: float = 128 * 2.0**-24,
 ) -> Tensor:
     """How far one row's fp32 scores `[T]` may lie from float64; arguments as `_scores` has them.
 
-    Products of e4m3 values are exact. Their sum of 128 is off by `dot_rounding` of the sum of the
-    magnitudes (fp32 in any order: 127 roundings of 2^-24; a matrix unit that keeps fewer bits has
-    more). relu enlarges no error. Each head's weight, the sum over H heads and the scale are H + 1
-    more roundings of the sum of the magnitudes.
+    Products of e4m3 and of 16-bit values are exact while they stay in fp32's range. The sum of 128
+    is off by `dot_rounding` of the sum of the magnitudes (fp32 in any order: 127 roundings of
+    2^-24; a matrix unit that keeps fewer bits has more). relu enlarges no error. Each head's
+    weight, the sum over H heads and the scale are H + 1 more roundings of the sum of the
+    magnitudes.
     """
     q, w, values = q.double().abs(), w.double().abs(), values.double().abs()
     magnitudes = (w[:, None] * torch.einsum("hd,td->ht", q, values)).sum(dim=0)
     rounding = dot_rounding + (len(w) + 1) * 2.0**-24
-    return 1.01 * rounding * magnitudes * scales.double().abs() + 2.0**-140
+    if scales is not None:
+        magnitudes *= scales.double().abs()
+    return 1.01 * rounding * magnitudes + 2.0**-140
 
 
 def top_k_reference(scores: list[float], top_k: int) -> list[int]:

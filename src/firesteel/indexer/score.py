@@ -5,9 +5,9 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["clamped_length", "decode_scores_kernel", "query_tile", "store_scores"]
+__all__ = ["clamped_length", "decode_scores_kernel", "page_keys", "query_tile", "store_scores"]
 
 
 @triton.jit
@@ -33,6 +33,26 @@ def query_tile(
     d = tl.arange(0, 128)
     q = tl.load(q_ptr + at[None, :] * 128 + d[:, None], mask=is_head[None, :], other=0.0)
     return q, tl.load(w_ptr + at, mask=is_head, other=0.0)
+
+
+@triton.jit
+def page_keys(values_ptr, scales_ptr, page, page_stride):
+    """(keys [64, 128], scales [64]) of a page, whose stride is in units of 16 bytes.
+
+    Zeros where page is negative, which is not read; ones for the scales that 16-bit keys lack.
+    """
+    t = tl.arange(0, 64)
+    d = tl.arange(0, 128)
+    is_there = (t >= 0) & (page >= 0)
+    start = tl.maximum(page, 0) * page_stride
+    UNIT: tl.constexpr = 128 // values_ptr.dtype.element_ty.primitive_bitwidth
+    keys_ptrs = values_ptr + start * UNIT + (t[:, None] * 128 + d[None, :])
+    keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
+    if scales_ptr is not None:
+        scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
+    else:
+        scales = tl.full((64,), 1.0, tl.float32)
+    return keys, scales, is_there
 
 
 @triton.jit
@@ -65,6 +85,23 @@ def store_scores(
     found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
     found = tl.where(is_there[:, None], found, float("-inf"))
     tl.store(scores_ptrs, found, mask=is_row[None, :])
+    return found
+
+
+@triton.jit
+def larger(best, found, position, length):
+    """best [64, ROW_BLOCK], or found where it is larger and before its row's length."""
+    # A NaN is not larger, as none is selected.
+    is_larger = (found > best) & (position[:, None] < length[None, :])
+    return tl.where(is_larger, found, best)
+
+
+@triton.jit
+def store_maxima(maxima_ptr, best, row, is_row):
+    """This program's 64 maxima of each row, beside those of the other programs of a request."""
+    columns = tl.num_programs(1) * 64
+    at = row[None, :] * columns + tl.program_id(1) * 64 + tl.arange(0, 64)[:, None]
+    tl.store(maxima_ptr + at, best, mask=is_row[None, :])
 
 
 @triton.jit(
@@ -79,6 +116,8 @@ def decode_scores_kernel(
     page_table_ptr,
     seq_lens_ptr,
     scores_ptr,
+    maxima_ptr,
+    arrived_ptr,
     stride_table: tl.int64,
     page_stride: tl.int64,
     width: tl.int64,
@@ -94,63 +133,87 @@ def decode_scores_kernel(
     """scores[r, t] = k_scale[t] * sum over h of w[r, h] * relu(q[r, h] . k[t])
 
     name        shape              dtype  layout            traffic
-    q           [B, ROWS, H, 128]  e4m3   contiguous        read by each program of its request
+    q           [B, ROWS, H, 128]  as values  contiguous    read by each program of its request
     w           [B, ROWS, H]       fp32   contiguous        as q
-    values      [bytes]            e4m3   the cache         live pages read once
-    scales      [bytes]            fp32   the cache again   as values
+    values      [bytes]            e4m3 or 16-bit; the cache, live pages read once
+    scales      [bytes]            fp32   the cache again   as values; None of 16-bit keys
     page_table  [B, width]         int32  unit last stride  live entries read once
     seq_lens    [B]                int32  contiguous        read by each program of its request
     scores      [B * ROWS, C]      fp32   rows apart        live pages written; the rest as it was
+    maxima      [B * ROWS, P, 64]  fp32   contiguous        written once; or None
+    arrived     [B * ROWS]         int32  contiguous        written once, zeros; None as maxima
 
     Pages lie page_stride times 16 bytes apart, rows of scores stride_scores times 64. A key of a
     page that is missing (-1) scores -inf. A page is written whole for every row: keys past a row's
     own length have scores that mean nothing.
 
+    Program p has pages p, p + P, ... of its request, and maxima[r, p, t] is the largest score, up
+    to the row's length, of those pages' keys t: keys far from each other, so that a stretch of good
+    ones does not meet in one maximum. Programs without a page write none. arrived is for
+    filter_kernel to count in.
+
     A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
 
     Grid      (B, P); the P programs of a request share its live pages, whatever width is.
-    Key       H, ROWS, blocks, STAGES.
+    Key       type of values, which pointers are None, H, ROWS, blocks, STAGES.
     Numerics  exact products; sums of 128, and of H, in fp32 on the order of the layout, which is
               the same for every page; the same bits whatever B, P and the lengths are. On Hopper
-              e4m3 products are added with fewer bits than fp32 has (score_bound_reference).
-    Bytes     8448 a live page; B * P * ROWS * H * 132 from L2; 4 * ROWS * 64 a live page written
+              e4m3 products are added with fewer bits than fp32 has (score_bound_reference). A NaN
+              in a key, or as its scale, is its score.
+    Bytes     8448 or 16384 a live page; B * P * ROWS * H * (4 + 128 numbers) from L2; written
+              4 * ROWS * 64 a live page, and a program with maxima
     Range     pages and scores may lie past 2**31, so offsets are int64. Blocks are powers of
               two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H.
     Oracle    decode_scores_reference
     """
     if PDL:
+        # The next launch may take its place now: it waits for the end of this one.
+        gdc_launch_dependents()
         gdc_wait()
     b = tl.program_id(0).to(tl.int64)
-    length = clamped_length(tl.load(seq_lens_ptr + b), ROWS - 1, ROWS, width * 64)
-    pages = ((length + 63) // 64).to(tl.int32)
-    share = (pages + tl.num_programs(1) - 1) // tl.num_programs(1)
-    first = tl.program_id(1) * share
-    last = tl.minimum(first + share, pages)
-    if first >= last:
-        return
     j = tl.arange(0, ROW_BLOCK)
     row = b * ROWS + j
+    rest = ROW_BLOCK + tl.arange(0, max(REST_BLOCK, 1))
+    rest_row = b * ROWS + rest
+    if arrived_ptr is not None:
+        own = tl.arange(0, 8)
+        is_own = (own < ROWS) & (tl.program_id(1) == 0)
+        tl.store(arrived_ptr + b * ROWS + own, tl.zeros((8,), tl.int32), mask=is_own)
+    seq_len = tl.load(seq_lens_ptr + b)
+    capacity = width * 64
+    length = clamped_length(seq_len, j, ROWS, capacity)
+    rest_length = clamped_length(seq_len, rest, ROWS, capacity)
+    pages = ((clamped_length(seq_len, ROWS - 1, ROWS, capacity) + 63) // 64).to(tl.int32)
+    first, step = tl.program_id(1), tl.num_programs(1)
+    # Read before the length is known, so that one wait is for both.
     q, w = query_tile(q_ptr, w_ptr, row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
     if REST_BLOCK > 0:
-        rest = ROW_BLOCK + tl.arange(0, REST_BLOCK)
-        rest_row = b * ROWS + rest
         rest_q, rest_w = query_tile(q_ptr, w_ptr, rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
+    if first >= pages:
+        return
+    best = tl.full((64, ROW_BLOCK), float("-inf"), tl.float32)
+    if REST_BLOCK > 0:
+        rest_best = tl.full((64, REST_BLOCK), float("-inf"), tl.float32)
     t = tl.arange(0, 64)
-    d = tl.arange(0, 128)
     table_ptr = page_table_ptr + b * stride_table
-    for number in tl.range(first, last, num_stages=STAGES):
+    for number in tl.range(first, pages, step, num_stages=STAGES):
         page = tl.load(table_ptr + number).to(tl.int64)
-        is_there = (t >= 0) & (page >= 0)
-        start = tl.maximum(page, 0) * page_stride
-        keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
-        keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
-        scales = tl.load(scales_ptr + start * 4 + 2048 + t, mask=is_there, other=0.0)
-        at = scores_ptr + (number * 64 + t)[:, None]
+        keys, scales, is_there = page_keys(values_ptr, scales_ptr, page, page_stride)
+        position = number * 64 + t
+        at = scores_ptr + position[:, None]
         ptrs = at + row[None, :] * stride_scores * 64
-        store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
+        found = store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
+        if maxima_ptr is not None:
+            best = larger(best, found, position, length)
         if REST_BLOCK > 0:
             ptrs = at + rest_row[None, :] * stride_scores * 64
-            store_scores(
+            found = store_scores(
                 *(keys, scales, is_there, rest_q, rest_w, ptrs, rest < ROWS),
                 *(REST_BLOCK, HEAD_BLOCK),
             )
+            if maxima_ptr is not None:
+                rest_best = larger(rest_best, found, position, rest_length)
+    if maxima_ptr is not None:
+        store_maxima(maxima_ptr, best, row, j < ROWS)
+        if REST_BLOCK > 0:
+            store_maxima(maxima_ptr, rest_best, rest_row, rest < ROWS)

@@ -4,11 +4,12 @@
 """Exact selection: the top_k of scores held in registers, by counting digits of ordered keys.
 
 A score becomes a 32-bit key that orders as scores do, 0 for what is never selected (NaN, -inf, a
-hole). The key of the k-th score is found four bits at a time from the top: of the keys that agree
-so far, count how many have each digit, and take the largest digit at or above which there are
-enough. As soon as all keys of a digit are wanted there is nothing left to find. Keys equal to the
-k-th one are taken from the lowest position up, by an index-ordered count. Nothing depends on the
-order in which threads come, so the same bits come out on every run.
+hole). The key of the k-th score is found three bits at a time from the top: of the keys that
+agree so far, count how many have each digit, and take the largest digit at or above which there are
+enough. The first digits are counted from the largest key down, which finds eight bits at once. As
+soon as all keys of a digit are wanted there is nothing left to find. Keys equal to the k-th one are
+taken from the lowest position up, by an index-ordered count. Nothing depends on the order in which
+threads come, so the same bits come out on every run.
 
 Candidates are what selections leave to later ones: int64, the key above, the position below; 0 is a
 hole. They lie in the order of positions.
@@ -16,7 +17,7 @@ hole. They lie in the order of positions.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from firesteel.indexer.score import clamped_length
 
@@ -75,57 +76,107 @@ def count_selectable(keys):
 
 @triton.jit
 def digit_counts(keys, prefix, shift):
-    """[16] int32: keys by their digit at `shift`, of those that agree with prefix above it.
+    """(even, odd): keys by how many times 2^shift they lie above prefix, 0 to 7 times.
 
-    A key adds one to four bits of an int64, eight keys a word; words are widened to bytes and added
-    four at a time, then widened to 16 bits and added over the block. So a key costs one addition,
-    and not one a digit.
+    Counts are 16 bits each: those of 0, 2, 4 and 6 in the uint64 even, from its lowest bits up, the
+    others in odd. A key adds one to four bits of an int32, eight keys a word; words are widened to
+    bytes, those of a thread added, then to 16 bits and added over the block, all in one
+    reduction. So a key costs one addition, and not one a digit.
     """
     COUNT: tl.constexpr = keys.shape[0]
     KEYS: tl.constexpr = min(COUNT, 8)
-    WORDS: tl.constexpr = min(COUNT // KEYS, 4)
-    # Below the digit prefix has no bits, so what agrees above it is the digit alone.
-    left = (keys ^ prefix) >> shift
-    one = (left < 16).to(tl.int64) << ((left << 2) & 60).to(tl.int64)
+    # As many as a thread of sixteen warps has.
+    WORDS: tl.constexpr = max(min(COUNT // 4096, 4), 1)
+    # Keys below prefix wrap around, and so lie far above.
+    left = (keys - prefix) >> shift
+    one = tl.where(left < 8, tl.full((COUNT,), 1, tl.uint32) << ((left << 2) & 31), 0)
     words = tl.sum(tl.reshape(one, (COUNT // KEYS, KEYS), can_reorder=True), axis=1)
-    words = tl.reshape(words, (COUNT // KEYS // WORDS, WORDS), can_reorder=True)
-    even = tl.sum(words & 0x0F0F0F0F0F0F0F0F, axis=1)
-    odd = tl.sum((words >> 4) & 0x0F0F0F0F0F0F0F0F, axis=1)
-    # Word f of four has digits f, f + 4, f + 8 and f + 12.
-    four = tl.arange(0, 4)
-    widened = tl.where((four & 1)[None, :] == 0, even[:, None], odd[:, None])
-    widened = (widened >> (four // 2 * 8)[None, :].to(tl.int64)) & 0x00FF00FF00FF00FF
-    total = tl.sum(widened, axis=0)
-    found = (total[None, :] >> (four * 16)[:, None].to(tl.int64)) & 0xFFFF
-    return tl.reshape(found.to(tl.int32), (16,))
+    # Reshaped and added at once, as before: so words of one thread are.
+    SHAPE: tl.constexpr = (COUNT // KEYS // WORDS, WORDS)
+    even = tl.sum(tl.reshape(words & 0x0F0F0F0F, SHAPE, can_reorder=True), axis=1)
+    odd = tl.sum(tl.reshape((words >> 4) & 0x0F0F0F0F, SHAPE, can_reorder=True), axis=1)
+    widened = tl.join(even, odd).to(tl.uint64)
+    widened = (widened | (widened << 16)) & 0x0000FFFF0000FFFF
+    widened = (widened | (widened << 8)) & 0x00FF00FF00FF00FF
+    return tl.split(tl.sum(widened, axis=0))
 
 
 @triton.jit
-def threshold(keys, earlier, need, total, HAS_EARLIER: tl.constexpr):
-    """(prefix, shift, ties): take keys whose top bits pass prefix's, and so many that equal them.
+def at_least(even, odd):
+    """Counts, 16 bits each, of keys whose digit is at least 0, 2, 4, 6; of digit_counts' counts."""
+    sums = even + odd
+    sums += sums >> 16
+    return sums + (sums >> 32)
 
-    need and total are how many are wanted, and how many keys are not 0. `earlier` are more keys,
-    whose positions are all lower.
+
+@triton.jit
+def narrowed(even, odd, prefix, shift, ties):
+    """(prefix, ties, inside) once the counts of digits at `shift` are known; ties is at least 1.
+
+    The digit is the largest at or above which there are `ties` keys; `inside` keys have it, and
+    the new ties are how many of those are wanted. Scalars, not vectors of counts: each step of a
+    sum over threads would cost more than all of this.
     """
-    prefix = tl.full((), 0, tl.uint32)
-    shift = tl.full((), 0, tl.uint32)
-    ties = tl.full((), 0, tl.int32) + need
-    # Where all are wanted, every key that is not 0 passes the prefix 0.
-    left = tl.where(need < total, 8, 0)
-    digits = tl.arange(0, 16)
+    sums = at_least(even, odd)
+    wanted = ties.to(tl.uint64)
+    pair = ((sums >> 16) & 0xFFFF >= wanted).to(tl.uint64)
+    pair += ((sums >> 32) & 0xFFFF >= wanted).to(tl.uint64)
+    pair += (sums >> 48 >= wanted).to(tl.uint64)
+    place = pair * 16
+    above = ((sums >> 16) >> place) & 0xFFFF
+    upper = (odd >> place) & 0xFFFF
+    lower = (even >> place) & 0xFFFF
+    is_upper = above + upper >= wanted
+    above = tl.where(is_upper, above, above + upper)
+    inside = tl.where(is_upper, upper, lower).to(tl.int32)
+    digit = (pair * 2 + is_upper.to(tl.uint64)).to(tl.uint32)
+    return prefix + (digit << shift), ties - above.to(tl.int32), inside
+
+
+@triton.jit
+def threshold(keys, earlier, TOP_K: tl.constexpr, SLACK: tl.constexpr, HAS_EARLIER: tl.constexpr):
+    """(prefix, shift, ties, total): take keys whose top bits pass prefix's, and ties that equal.
+
+    total is how many are taken: TOP_K, or as many as there are. `earlier` are more keys, whose
+    positions are all lower. The search ends once at most SLACK keys more than wanted have the
+    prefix; with a SLACK, prefix is a bound that TOP_K keys reach, and few more.
+    """
+    # Sign, and all of the exponent but a bit: most often the k-th key is at most seven below the
+    # largest there, and one pass finds the first eight bits.
+    top = tl.max(keys, axis=0)
+    if HAS_EARLIER:
+        top = tl.maximum(top, tl.max(earlier, axis=0))
+    prefix = (tl.maximum(top >> 24, 7) - 7) << 24
+    shift = tl.full((), 24, tl.uint32)
+    even, odd = digit_counts(keys, prefix, shift)
+    if HAS_EARLIER:
+        more_even, more_odd = digit_counts(earlier, prefix, shift)
+        even, odd = even + more_even, odd + more_odd
+    total = tl.full((), TOP_K, tl.int32)
+    ties = total
+    # Holes are 0, and so in no window but the lowest.
+    if (prefix > 0) & (at_least(even, odd) & 0xFFFF >= TOP_K):
+        prefix, ties, inside = narrowed(even, odd, prefix, shift, ties)
+        left = tl.where(inside - ties <= SLACK, 0, 8)
+    else:
+        found = count_selectable(keys)
+        if HAS_EARLIER:
+            found += count_selectable(earlier)
+        total = tl.minimum(found, TOP_K)
+        ties = total
+        # Where all are wanted, every key that is not 0 passes the prefix 0.
+        prefix, shift = prefix * 0, shift * 0
+        left = tl.where(total < found, 11, 0)
     while left > 0:
         left -= 1
-        shift = (left * 4).to(tl.uint32)
-        counts = digit_counts(keys, prefix, shift)
+        shift = (left * 3).to(tl.uint32)
+        even, odd = digit_counts(keys, prefix, shift)
         if HAS_EARLIER:
-            counts += digit_counts(earlier, prefix, shift)
-        at_least = tl.cumsum(counts, axis=0, reverse=True)
-        digit = tl.sum((at_least >= ties).to(tl.int32), axis=0) - 1
-        inside = tl.sum(tl.where(digits == digit, counts, 0), axis=0)
-        ties -= tl.sum(tl.where(digits > digit, counts, 0), axis=0)
-        prefix = prefix | (digit.to(tl.uint32) << shift)
-        left = tl.where(inside == ties, 0, left)
-    return prefix, shift, ties
+            more_even, more_odd = digit_counts(earlier, prefix, shift)
+            even, odd = even + more_even, odd + more_odd
+        prefix, ties, inside = narrowed(even, odd, prefix, shift, ties)
+        left = tl.where(inside - ties <= SLACK, 0, left)
+    return prefix, shift, ties, total
 
 
 @triton.jit
@@ -198,6 +249,7 @@ def select_kernel(
     TOP_K: tl.constexpr,
     SPAN: tl.constexpr,
     LEVEL: tl.constexpr,
+    IS_ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The TOP_K largest of each SPAN scores of a row, in the order of positions
@@ -218,6 +270,9 @@ def select_kernel(
     of the grid's spans. A span past a row's length is not written, and not
     read: the next level knows the length too. The last level, of one span, writes the outputs.
 
+    With IS_ONE all scores of a row are one span, and are read whatever its length is: the read does
+    not wait for the length.
+
     Example: TOP_K 2, SPAN 4, scores [5, 1, 7, 7 | 9, NaN] give candidates of positions
     [2, 3 | 4, hole], and those, as one span of level 1, [2, 4]: of the tied 7s the first.
 
@@ -230,6 +285,8 @@ def select_kernel(
     Oracle    top_k_reference
     """
     if PDL:
+        # The next launch may take its place now: it waits for the end of this one.
+        gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     if row >= R:
@@ -254,6 +311,8 @@ def select_kernel(
     # Whole units, which the compiler sees to be aligned: it reads 16 bytes at a time.
     UNIT: tl.constexpr = 64 if LEVEL == 0 else min(TOP_K, 64)
     is_read = t < (live + (UNIT - 1)) // UNIT * UNIT
+    if IS_ONE:
+        is_read = t < width * 64
     if LEVEL == 0:
         scores = tl.load(scores_ptr + row * stride * 64 + begin + t, mask=is_read, other=0.0)
         keys = tl.where(t < live, ordered_keys(scores), 0)
@@ -261,9 +320,7 @@ def select_kernel(
     else:
         from_ptrs = from_ptr + row * stride * TOP_K + begin + t
         keys = candidate_keys(tl.load(from_ptrs, mask=is_read, other=0))
-    found = count_selectable(keys)
-    total = tl.minimum(found, TOP_K)
-    prefix, shift, ties = threshold(keys, keys, total, found, False)
+    prefix, shift, ties, total = threshold(keys, keys, TOP_K, 0, False)
     is_taken, place = ranks(keys, prefix, shift, ties)
     if LEVEL > 0:
         # Read again: held from the start, positions would take as many registers as keys. Another

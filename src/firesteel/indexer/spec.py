@@ -7,7 +7,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
-from firesteel.indexer.pages import HEAD_SIZE, PAGE_BYTES, PAGE_TOKENS, check_page_stride
+from firesteel.indexer.pages import (
+    CACHE_DTYPES,
+    HEAD_SIZE,
+    PAGE_TOKENS,
+    check_cache_dtype,
+    check_page_stride,
+    page_bytes,
+)
 from firesteel.launch import ANY_SIZE, NUM_TOKENS, Flags, Launch, Operand, Region
 from firesteel.launch.binary import supports_dependent_launch
 from firesteel.launch.key import DTYPES
@@ -37,6 +44,19 @@ def _check_heads(num_heads: int, top_k: int) -> None:
         raise UnsupportedError(f"top_k: got {top_k}, must be one of {', '.join(map(str, TOP_KS))}")
 
 
+def _set_pages(spec: PageWriterSpec | DecodeSpec | PrefillSpec) -> None:
+    """Check the type of the keys; a page_stride of 0 becomes the bytes of a page."""
+    check_cache_dtype(spec.cache_dtype)
+    if spec.page_stride == 0:
+        object.__setattr__(spec, "page_stride", page_bytes(spec.cache_dtype))
+    check_page_stride(spec.page_stride, spec.cache_dtype)
+
+
+def _element(cache_dtype: str) -> str:
+    """The type's name among `DTYPES`."""
+    return next(name for name, each in DTYPES.items() if each == CACHE_DTYPES[cache_dtype])
+
+
 def _fields_of(spec: PageWriterSpec | DecodeSpec | PrefillSpec) -> dict[str, Any]:
     return {each.name: getattr(spec, each.name) for each in fields(spec)}
 
@@ -53,22 +73,31 @@ def _outputs(shape: tuple[int | str, ...], *, slots: bool, scores: bool) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWriterSpec:
-    """New keys `[M, 128]` rounded to e4m3 with a scale each, put at their slots of a cache.
+    """New keys `[M, 128]` put at their slots of a cache: as e4m3 with a scale each, or in 16 bits.
 
     Fields
         dtype         of the keys: bf16, fp16 or fp32
-        page_stride   bytes from page to page, a multiple of 16
-        power_of_two  scales are rounded up to powers of two (ue8m0)
+        cache_dtype   of the cache: e4m3, bf16 or fp16
+        page_stride   bytes from page to page, a multiple of 16; 0 for those of a page alone
+        power_of_two  scales are rounded up to powers of two (ue8m0); of e4m3
         pdl           programmatic dependent launch
+
+    Raises
+        InvalidArgumentError, UnsupportedError: a field that no kernel takes.
     """
 
     dtype: str = "bf16"
-    page_stride: int = PAGE_BYTES
+    cache_dtype: str = "e4m3"
+    page_stride: int = 0
     power_of_two: bool = False
     pdl: bool = True
 
     def __post_init__(self) -> None:
-        check_page_stride(self.page_stride)
+        _set_pages(self)
+        if self.power_of_two and self.cache_dtype != "e4m3":
+            raise UnsupportedError(
+                f"power_of_two: got True, must be False of {self.cache_dtype}, which has no scales"
+            )
         if self.dtype not in KEY_DTYPES:
             raise UnsupportedError(
                 f"dtype: got {self.dtype!r}, must be one of {', '.join(KEY_DTYPES)}"
@@ -77,9 +106,14 @@ class PageWriterSpec:
     @property
     def title(self) -> str:
         """One line for tables and logs."""
-        words = [f"index pages from {self.dtype} stride={self.page_stride}"]
+        words = [f"index pages of {self.cache_dtype} from {self.dtype} stride={self.page_stride}"]
         words += ["power of two"] * self.power_of_two + ["no pdl"] * (not self.pdl)
         return " ".join(words)
+
+    @property
+    def element(self) -> str:
+        """The type of the cache as launches name it."""
+        return _element(self.cache_dtype)
 
     def for_target(self, target: str) -> PageWriterSpec:
         """The same with what kernels for a target ("sm_90") may use."""
@@ -123,9 +157,12 @@ class DecodeSpec:
         top_k        512, 1024 or 2048
         rows         rows a request: its token and its drafts, 1 to 8
         width        columns of the page table, which limits a request to width * 64 keys
-        page_stride  bytes from page to page, a multiple of 16
+        cache_dtype  of the cache and of q: e4m3, bf16 or fp16
+        page_stride  bytes from page to page, a multiple of 16; 0 for those of a page alone
         has_slots    whether slots of the cache are wanted beside positions
         has_scores   whether the selected scores are
+        is_filtered  whether scores too low to be selected are dropped first: faster of many keys,
+                     and the same bits; None leaves it to the plan (`firesteel.indexer.plan`)
         pdl          programmatic dependent launch
 
     Raises
@@ -136,24 +173,28 @@ class DecodeSpec:
     top_k: int
     width: int
     rows: int = 1
-    page_stride: int = PAGE_BYTES
+    cache_dtype: str = "e4m3"
+    page_stride: int = 0
     has_slots: bool = False
     has_scores: bool = False
+    is_filtered: bool | None = None
     pdl: bool = True
 
     def __post_init__(self) -> None:
         _check_heads(self.num_heads, self.top_k)
         _check_range("rows", self.rows, 1, MAX_ROWS)
         _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
-        check_page_stride(self.page_stride)
+        _set_pages(self)
 
     @property
     def title(self) -> str:
         """One line for tables and logs."""
         words = [
             f"indexer decode H={self.num_heads} top_k={self.top_k} rows={self.rows} "
-            f"width={self.width} stride={self.page_stride}"
+            f"width={self.width} {self.cache_dtype} stride={self.page_stride}"
         ]
+        if self.is_filtered is not None:
+            words.append("filtered" if self.is_filtered else "not filtered")
         words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
         words += ["no pdl"] * (not self.pdl)
         return " ".join(words)
@@ -163,8 +204,23 @@ class DecodeSpec:
         """Most keys of a request."""
         return self.width * PAGE_TOKENS
 
+    @property
+    def element(self) -> str:
+        """The type of the cache as launches name it."""
+        return _element(self.cache_dtype)
+
     def for_target(self, target: str) -> DecodeSpec:
-        """The same with what kernels for a target ("sm_90") may use."""
+        """The same with what kernels for a target ("sm_90") may use.
+
+        Raises
+            UnsupportedError: 16-bit queries of a request that an sm_120 has no shared memory for.
+        """
+        is_wide = self.cache_dtype != "e4m3" and self.num_heads > 32 and self.rows > 4
+        if is_wide and target == "sm_120":
+            raise UnsupportedError(
+                f"rows: got {self.rows} of {self.num_heads} heads in {self.cache_dtype}, must be "
+                "at most 4 on sm_120: their queries do not fit its shared memory"
+            )
         return replace(self, pdl=supports_dependent_launch(target))
 
     def flags(self) -> Mapping[str, tuple[str, ...]]:
@@ -177,7 +233,7 @@ class DecodeSpec:
         n, h = self.rows, self.num_heads
         return (
             Operand("cache", "u8", (ANY_SIZE,)),
-            Operand("q", "fp8e4nv", (NUM_TOKENS, n, h, HEAD_SIZE)),
+            Operand("q", self.element, (NUM_TOKENS, n, h, HEAD_SIZE)),
             Operand("w", "fp32", (NUM_TOKENS, n, h), is_aligned=False),
             Operand(
                 "page_table", "i32", (NUM_TOKENS, self.width), has_stride=True, is_aligned=False
@@ -208,16 +264,17 @@ class DecodeSpec:
 class PrefillSpec:
     """The top_k keys of each row, of the row's own range. The count of a call is of rows.
 
-    Keys are contiguous: `keys [num_keys, 128]`, `key_scales [num_keys]`, rows from `k_start` to
-    `k_end`. Or, with a width, they are in pages: row r has keys 0 to `k_end` of request
-    `row_request[r]`, and those of one request stand together.
+    Keys are contiguous: `keys [num_keys, 128]`, of e4m3 `key_scales [num_keys]`, rows from
+    `k_start` to `k_end`. Or, with a width, they are in pages: row r has keys 0 to `k_end` of
+    request `row_request[r]`, and those of one request stand together.
 
     Fields
         num_heads, top_k, has_scores, pdl  as `DecodeSpec`'s
         num_keys      of contiguous keys; None where they are in pages
         width         columns of the page table; None where keys are contiguous
         num_requests  rows of the page table, whose values may change in place; with a width
-        page_stride   bytes from page to page, a multiple of 16; with a width
+        cache_dtype   of the keys and of q: e4m3, bf16 or fp16
+        page_stride   bytes from page to page, a multiple of 16; 0 for those of a page alone
         has_slots     as `DecodeSpec`'s; with a width
 
     Raises
@@ -229,7 +286,8 @@ class PrefillSpec:
     num_keys: int | None = None
     width: int | None = None
     num_requests: int = 1
-    page_stride: int = PAGE_BYTES
+    cache_dtype: str = "e4m3"
+    page_stride: int = 0
     has_slots: bool = False
     has_scores: bool = False
     pdl: bool = True
@@ -247,14 +305,15 @@ class PrefillSpec:
         else:
             _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
         _check_range("num_requests", self.num_requests, 1, 1 << 24)
-        check_page_stride(self.page_stride)
+        _set_pages(self)
 
     @property
     def title(self) -> str:
         """One line for tables and logs."""
-        where = f"width={self.width} requests={self.num_requests} stride={self.page_stride}"
+        where = f"width={self.width} requests={self.num_requests} {self.cache_dtype} "
+        where += f"stride={self.page_stride}"
         if self.width is None:
-            where = f"keys={self.num_keys}"
+            where = f"keys={self.num_keys} {self.cache_dtype}"
         words = [f"indexer prefill H={self.num_heads} top_k={self.top_k} {where}"]
         words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
         words += ["no pdl"] * (not self.pdl)
@@ -264,6 +323,11 @@ class PrefillSpec:
     def capacity(self) -> int:
         """Where ranges end at the latest."""
         return self.num_keys or (self.width or 0) * PAGE_TOKENS
+
+    @property
+    def element(self) -> str:
+        """The type of the cache as launches name it."""
+        return _element(self.cache_dtype)
 
     def for_target(self, target: str) -> PrefillSpec:
         """The same with what kernels for a target ("sm_90") may use."""
@@ -279,10 +343,9 @@ class PrefillSpec:
         rows, h = (NUM_TOKENS,), self.num_heads
         if self.width is None:
             assert self.num_keys is not None
-            keys = [
-                Operand("keys", "fp8e4nv", (self.num_keys, HEAD_SIZE)),
-                Operand("key_scales", "fp32", (self.num_keys,)),
-            ]
+            keys = [Operand("keys", self.element, (self.num_keys, HEAD_SIZE))]
+            if self.cache_dtype == "e4m3":
+                keys.append(Operand("key_scales", "fp32", (self.num_keys,)))
             start = Operand("k_start", "i32", rows, is_aligned=False)
         else:
             table = (self.num_requests, self.width)
@@ -293,7 +356,7 @@ class PrefillSpec:
             start = Operand("row_request", "i32", rows, is_aligned=False)
         return (
             *keys,
-            Operand("q", "fp8e4nv", (NUM_TOKENS, h, HEAD_SIZE)),
+            Operand("q", self.element, (NUM_TOKENS, h, HEAD_SIZE)),
             Operand("w", "fp32", (NUM_TOKENS, h), is_aligned=False),
             start,
             Operand("k_end", "i32", rows, is_aligned=False),

@@ -10,9 +10,9 @@ far. Strictly above is exact: what came before has lower positions, and wins tie
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from firesteel.indexer.score import clamped_length, query_tile, store_scores
+from firesteel.indexer.score import clamped_length, page_keys, query_tile, store_scores
 from firesteel.indexer.select import (
     as_candidates,
     candidate_keys,
@@ -48,9 +48,7 @@ def join_chunk(
     # All have read what is written below.
     tl.debug_barrier()
     if fresh > 0:
-        found = fresh + count_selectable(kept_keys)
-        total = tl.minimum(found, TOP_K)
-        prefix, shift, ties = threshold(keys, kept_keys, total, found, True)
+        prefix, shift, ties, _ = threshold(keys, kept_keys, TOP_K, 0, True)
         stays, place = ranks(kept_keys, prefix, shift, ties)
         is_tie = ((kept_keys >> shift) == (prefix >> shift)) & stays
         ties -= tl.sum(is_tie.to(tl.int32), axis=0)
@@ -91,16 +89,14 @@ def score_chunk(
         key = at + t
         if page_table_ptr is not None:
             page = tl.load(page_table_ptr + table_start + at // 64).to(tl.int64)
-            is_there = (t >= 0) & (page >= 0)
-            start = tl.maximum(page, 0) * page_stride
-            keys_ptrs = values_ptr + start * 16 + (t[:, None] * 128 + d[None, :])
-            scales_ptrs = scales_ptr + start * 4 + 2048 + t
+            keys, scales, is_there = page_keys(values_ptr, scales_ptr, page, page_stride)
         else:
             is_there = key < last
             keys_ptrs = values_ptr + key.to(tl.int64)[:, None] * 128 + d[None, :]
-            scales_ptrs = scales_ptr + key
-        keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
-        scales = tl.load(scales_ptrs, mask=is_there, other=0.0)
+            keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
+            scales = tl.full((64,), 1.0, tl.float32)
+            if scales_ptr is not None:
+                scales = tl.load(scales_ptr + key, mask=is_there, other=0.0)
         place = scratch_ptr + (at - first + t)[:, None]
         ptrs = place + j[None, :] * CHUNK
         store_scores(keys, scales, is_there, q, w, ptrs, j >= 0, ROW_BLOCK, HEAD_BLOCK)
@@ -154,7 +150,8 @@ def stream_segment(
     for start in range(first, last, CHUNK):
         stop = tl.minimum(last, start + CHUNK)
         score_chunk(
-            *(q, w, rest_q, rest_w, values_ptr, scales_ptr),
+            *(q, w, rest_q, rest_w, values_ptr),
+            scales_ptr,
             page_table_ptr,
             *(table_start, page_stride, start, stop, scratch_ptr),
             *(ROW_BLOCK, REST_BLOCK, HEAD_BLOCK, CHUNK, STAGES),
@@ -217,8 +214,8 @@ def stream_kernel(
     """indices[r] = the TOP_K keys of row r's range with the largest scores; see docs/indexer.md
 
     name             shape                  dtype  layout           traffic
-    q, w             [R, H, 128], [R, H]    e4m3, fp32  contiguous  read once a part
-    values, scales   [bytes] or [T, 128], [T]  e4m3, fp32           read once a block of rows
+    q, w             [R, H, 128], [R, H]    as values, fp32; contiguous, read once a part
+    values, scales   [bytes] or [T, 128], [T]  e4m3 or 16-bit, fp32; read once a block of rows
     page_table       [B, width]             int32  unit last stride  None: keys are contiguous
     seq_lens         [B]                    int32  contiguous       decode: ROWS rows a request
     row_request      [R]                    int32  contiguous       paged prefill: requests of rows
@@ -227,19 +224,21 @@ def stream_kernel(
     kept             [slots, TOP_K]         int64  contiguous       read and written a chunk
     indices, slots, selected_scores         as select_kernel's; written where parts is 1
 
-    BLOCK is ROW_BLOCK + REST_BLOCK. Positions are relative to k_start. With several parts a row
-    keeps `kept[r, part]`, for select_kernel to fold; with one, `kept[program, row of the block]` is
-    the program's own.
+    scales is None of 16-bit keys. BLOCK is ROW_BLOCK + REST_BLOCK. Positions are relative to
+    k_start. With several parts a row keeps `kept[r, part]`, for select_kernel to fold; with one,
+    `kept[program, row of the block]` is the program's own.
 
     Grid      (G,), persistent; program p has blocks p, p + G, ... of ROWS rows, times parts.
-    Key       which pointers are None, constexprs.
+    Key       type of values, which pointers are None, constexprs.
     Numerics  scores as decode_scores_kernel's; the selection is exact whatever CHUNK and parts are.
-    Bytes     132 a key a block of rows; G * BLOCK * (4 * CHUNK + 8 * TOP_K) stay in L2
+    Bytes     132 or 256 a key a block of rows; G * BLOCK * (4 * CHUNK + 8 * TOP_K) stay in L2
     Range     q, pages and kept may lie past 2**31, so offsets are int64; positions are int32.
               A negative request has no keys; one past page_table's rows is the caller's to prevent.
     Oracle    decode_scores_reference, range_scores_reference and top_k_reference
     """
     if PDL:
+        # The next launch may take its place now: it waits for the end of this one.
+        gdc_launch_dependents()
         gdc_wait()
     pid = tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = ROW_BLOCK + REST_BLOCK
@@ -290,7 +289,8 @@ def stream_kernel(
                 before = tl.sum(tl.where(j == own - 1, request, 0), axis=0)
                 if (asked >= 0) & ((own == 0) | (asked != before)):
                     stream_segment(
-                        *(q, w, rest_q, rest_w, values_ptr, scales_ptr),
+                        *(q, w, rest_q, rest_w, values_ptr),
+                        scales_ptr,
                         page_table_ptr,
                         asked.to(tl.int64) * stride_table,
                         page_stride,
@@ -301,7 +301,8 @@ def stream_kernel(
                     )
         else:
             stream_segment(
-                *(q, w, rest_q, rest_w, values_ptr, scales_ptr),
+                *(q, w, rest_q, rest_w, values_ptr),
+                scales_ptr,
                 page_table_ptr,
                 *(block * stride_table, page_stride, begin, end),
                 *(part, num_parts.to(tl.int32), scratch, kept, stride_kept),
