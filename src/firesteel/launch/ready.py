@@ -330,9 +330,7 @@ class Ready:
         self.load(made, None, False)
         self._tables[flags] = _checked(made.tables[flags])
 
-    def unplanned(
-        self, bound: Bound, num_tokens: int, stream: int
-    ) -> tuple[Table, RunnerLike]:
+    def unplanned(self, bound: Bound, num_tokens: int, stream: int) -> tuple[Table, RunnerLike]:
         """A launcher for one token count outside the plan, as `on_miss` says, and what it launches.
 
         Raises
