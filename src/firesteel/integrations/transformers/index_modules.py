@@ -231,7 +231,7 @@ class SwappedIndexer(nn.Module):
     def _pages(self, kernels: IndexKernels, cache: Any, batch: int) -> IndexPages:
         if cache is None:
             return kernels.scratch(batch)
-        pages = adopt(cache.layers[self.layer_idx], kernels, batch)
+        pages = adopt(cache.layers, self.layer_idx, kernels, batch)
         if pages.batch != batch:
             raise InvalidArgumentError(
                 f"cache: holds {pages.batch} requests, the call has {batch}, must be as many"

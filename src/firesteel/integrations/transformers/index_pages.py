@@ -1,7 +1,8 @@
 """Index keys in pages that belong to a layer of the host's cache, and do what the layer does.
 
-`adopt` makes a layer of the host's that has no index keys yet one that keeps them in pages: its
-class becomes a subclass of its own. Main keys and values stay the host's.
+`adopt` puts in place of a layer of the host's that has no index keys yet one that keeps them in
+pages: of a subclass of the layer's class, with the same attributes. Main keys and values stay the
+host's.
 """
 
 from __future__ import annotations
@@ -188,18 +189,18 @@ class PagedStaticLayer(_PagedLayer, StaticIndexedLayer):
 _PAGED = {DynamicIndexedLayer: PagedDynamicLayer, StaticIndexedLayer: PagedStaticLayer}
 
 
-def adopt(layer: Any, kernels: IndexKernels, batch: int) -> IndexPages:
-    """The pages of a cache's layer for these kernels; made at its first call.
+def adopt(layers: list[Any], layer_idx: int, kernels: IndexKernels, batch: int) -> IndexPages:
+    """The pages of one of a cache's layers for these kernels; made at its first call.
 
     Raises
         InvalidArgumentError: the layer has index keys of something else, is of a kind without
             any, or is longer than was planned.
     """
+    layer = layers[layer_idx]
     if isinstance(layer, _PagedLayer):
         pages = layer.index_pages
         if pages.kernels is not kernels:
-            pages_of = layer.update_indexer
-            pages_of(pages.seq_lens)
+            layer.update_indexer(pages.seq_lens)
         return pages
     kind = _PAGED.get(type(layer))
     if kind is None:
@@ -221,6 +222,9 @@ def adopt(layer: Any, kernels: IndexKernels, batch: int) -> IndexPages:
                 f"{kernels.width * PAGE_TOKENS}"
             )
     kernels.check_batch(batch)
-    layer.index_pages = IndexPages(kernels, batch, num_pages, is_static=is_static)
-    layer.__class__ = kind
+    made: Any = kind.__new__(kind)
+    # The same dictionary: whoever holds the old layer sees what becomes of it.
+    made.__dict__ = layer.__dict__
+    made.index_pages = IndexPages(kernels, batch, num_pages, is_static=is_static)
+    layers[layer_idx] = made
     return layer.index_pages

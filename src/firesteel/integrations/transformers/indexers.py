@@ -215,7 +215,8 @@ def restore_indexers(model: nn.Module) -> int:
 
 
 def _num_shared(model: nn.Module) -> int:
-    return sum(hasattr(module, "indexer") and module.indexer is None for module in model.modules())
+    modules: list[Any] = list(model.modules())
+    return sum(getattr(each, "indexer", each) is None for each in modules)
 
 
 def _specs_of(module: Any, options: IndexerOptions) -> IndexSpecs:
