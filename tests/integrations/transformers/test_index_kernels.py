@@ -88,13 +88,14 @@ def test_kernels_give_the_tokens_of_the_pytorch_path(family, padding, options):
 
 
 @every_family
-def test_drafts_are_decoded_together_and_cropped(family):
+def test_drafts_are_read_together_and_cropped(family):
     by_torch, model = both(family)
     # A prompt that repeats itself, so that there are drafts.
     ids = prompt(1, 10).repeat(1, 4)
     wanted = generated(by_torch, ids, new=10, prompt_lookup_num_tokens=4)
     assert generated(model, ids, new=10, prompt_lookup_num_tokens=4) == wanted
-    assert set(runs_of(model)) & {f"decode {rows}" for rows in range(2, 6)}
+    # The prompt with its first four drafts, most of which are taken back.
+    assert runs_of(model)["prefill"][0] == 44
 
 
 @every_family
