@@ -174,10 +174,10 @@ def generated(
     out = model.generate(
         ids,
         attention_mask=mask,
-        max_new_tokens=new,
         do_sample=False,
         eos_token_id=None,
-        **{"pad_token_id": 0, **options},
+        pad_token_id=0,
+        **{"max_new_tokens": new, **options},
     )
     return out[:, ids.shape[1] :].tolist()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
@@ -14,6 +15,7 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.transformers import restore_indexers, swap_indexers
+from firesteel.integrations.transformers.index_modules import SwappedIndexer
 from tests.integrations.transformers.indexer_models import (
     FAMILIES,
     INDEXERS,
@@ -98,13 +100,12 @@ def full_rows(indices: Tensor) -> list[list[set[int]]]:
 def test_host_keys_give_the_host_s_tokens(family, dtype, padding, options):
     model = little(family, dtype=dtype)
     ids = prompt(1 if "prompt_lookup_num_tokens" in options else 2)
-    new = options.pop("max_new_tokens", 8)
-    wanted = generated(model, ids, new=new, padding=padding, **options)
+    wanted = generated(model, ids, padding=padding, **options)
     report = swap_indexers(model, keys="host")
-    assert generated(model, ids, new=new, padding=padding, **options) == wanted
+    assert generated(model, ids, padding=padding, **options) == wanted
     assert len(report.layers) == INDEXERS[family]
     # Tokens that never change would hide a wrong cache.
-    assert new < 8 or len({token for tokens in wanted for token in tokens}) > 4
+    assert len(wanted[0]) < 8 or len({token for tokens in wanted for token in tokens}) > 4
 
 
 @pytest.mark.skipif(not TAKES_BOOL, reason="this host adds bool masks as numbers")
@@ -316,10 +317,26 @@ def test_a_model_without_indexers_and_a_replaced_forward_are_refused():
     with pytest.raises(UnsupportedError, match="Linear has no indexer, must be of GlmMoeDsa, Dee"):
         swap_indexers(torch.nn.Linear(2, 2))
     model = little("glm_moe_dsa")
-    module = indexers(model)[1]
-    module.forward = module.forward
+    indexers(model)[1].forward = print
     with pytest.raises(UnsupportedError, match=r"layers.1.self_attn.indexer.forward: was replaced"):
         swap_indexers(model)
+
+
+def test_the_hooks_that_move_inputs_between_devices_stay():
+    model = little("glm_moe_dsa")
+    wanted = generated(model, prompt())
+    for module in indexers(model):
+        add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    hooked = [module.forward for module in indexers(model)]
+    swap_indexers(model, keys="host")
+    assert generated(model, prompt()) == wanted
+    assert [module.forward for module in indexers(model)] == hooked
+    for module in indexers(model):
+        assert module._old_forward.__func__ is SwappedIndexer.forward
+    restore_indexers(model)
+    assert generated(model, prompt()) == wanted
+    for module in indexers(model):
+        assert module._old_forward.__func__ is glm.GlmMoeDsaIndexer.forward
 
 
 @pytest.mark.host

@@ -245,7 +245,9 @@ class SwappedIndexer(nn.Module):
         even one of the same mask.
         """
         last = self.firesteel.last
-        key = (mask.key(), id(cache), mask.num_rows, pages.length, pages.data.device)
+        # Hooks that move what a module is given make masks of their own for each layer.
+        mask_key = None if "_hf_hook" in self.__dict__ else mask.key()
+        key = (mask_key, id(cache), mask.num_rows, pages.length, pages.data.device)
         if last.forward is None or key != last.key or self.layer_idx <= last.layer:
             last.key, last.forward = None, _look_at(pages, mask, self.firesteel.check_masks)
             last.key = key

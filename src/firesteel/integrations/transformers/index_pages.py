@@ -39,8 +39,10 @@ class IndexPages:
     ) -> None:
         self.kernels = kernels
         shape = (batch, num_pages, kernels.page_bytes)
-        self.data = torch.empty(shape, dtype=torch.uint8, device=kernels.device)
-        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=kernels.device)
+        # What inference mode makes, nothing outside of it may write.
+        with torch.inference_mode(False):
+            self.data = torch.empty(shape, dtype=torch.uint8, device=kernels.device)
+            self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=kernels.device)
         self.length: int | None = None if is_static else 0
         self.bounds: dict[tuple[str, int], Bound] = {}
 
@@ -89,9 +91,15 @@ class IndexPages:
         part = self.data[:, :live]
         part.copy_(part.index_select(0, requests.to(part.device)))
 
-    def select(self, data: Tensor, seq_lens: Tensor) -> None:
-        """Take other requests; what was bound is bound anew."""
-        self.data, self.seq_lens = data.contiguous(), seq_lens.contiguous()
+    def repeat(self, repeats: int) -> None:
+        """Take each request so many times; what was bound is bound anew."""
+        requests = torch.arange(self.batch, device=self.data.device)
+        self.select(requests.repeat_interleave(repeats))
+
+    def select(self, requests: Tensor) -> None:
+        """Take these requests; what was bound is bound anew."""
+        with torch.inference_mode(False):
+            self.data, self.seq_lens = self.data[requests], self.seq_lens[requests]
         self.bounds.clear()
 
     def keys(self, num_keys: int) -> tuple[Tensor, Tensor | None]:
@@ -154,17 +162,12 @@ class _PagedLayer:
     def batch_repeat_interleave(self, repeats: int) -> None:
         """As the host's."""
         super().batch_repeat_interleave(repeats)  # pyright: ignore
-        pages = self.index_pages
-        pages.select(
-            pages.data.repeat_interleave(repeats, dim=0),
-            pages.seq_lens.repeat_interleave(repeats, dim=0),
-        )
+        self.index_pages.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """As the host's."""
         super().batch_select_indices(indices)  # pyright: ignore
-        pages = self.index_pages
-        pages.select(pages.data[indices], pages.seq_lens[indices])
+        self.index_pages.select(indices)
 
 
 class PagedDynamicLayer(_PagedLayer, DynamicIndexedLayer):

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -167,11 +168,7 @@ def swap_with(model: nn.Module, options: IndexerOptions, make: MakeKernels) -> I
             f"{', '.join(kind.__name__.removesuffix('Indexer') for kind in SWAPPED)}"
         )
     for path, module in found.items():
-        if "forward" in module.__dict__:
-            raise UnsupportedError(
-                f"{path}.forward: was replaced on the module (as accelerate's hooks do), must be "
-                "the class's own"
-            )
+        _check_forward(path, module)
     made: dict[tuple[IndexSpecs, torch.device], IndexKernels] = {}
     layers: dict[str, str] = {}
     kernels_of: dict[str, IndexKernels | None] = {}
@@ -189,7 +186,7 @@ def swap_with(model: nn.Module, options: IndexerOptions, make: MakeKernels) -> I
     for path, module in found.items():
         state = IndexerState(options.keys, options.check_masks, kernels_of[path], shared_state.last)
         module.firesteel = state  # pyright: ignore
-        module.__class__ = SWAPPED[type(module)]
+        _become(module, SWAPPED[type(module)])
     ready = tuple(each for kernels in made.values() for each in kernels.ready.values())
     return IndexerReport(options.keys, layers, _num_shared(model), ready)
 
@@ -209,9 +206,31 @@ def restore_indexers(model: nn.Module) -> int:
         if type(module) in hosts
     ]
     for module in found:
-        module.__class__ = hosts[type(module)]  # pyright: ignore
+        _become(module, hosts[type(module)])
         del module.firesteel
     return len(found)
+
+
+def _check_forward(path: str, module: nn.Module) -> None:
+    """Refuse a module whose forward is not its class's, but for the hooks of accelerate.
+
+    Raises
+        UnsupportedError: it is another.
+    """
+    inner = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    if inner is not None and getattr(inner, "__func__", None) is not type(module).forward:
+        raise UnsupportedError(
+            f"{path}.forward: was replaced on the module by {inner!r}, must be the class's own"
+        )
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make a module one of another class, under the hooks that it may have."""
+    module.__class__ = kind
+    for name in ("_old_forward", "forward"):
+        inner = module.__dict__.get(name)
+        if getattr(inner, "__self__", None) is module:
+            setattr(module, name, MethodType(kind.forward, module))
 
 
 def _num_shared(model: nn.Module) -> int:
