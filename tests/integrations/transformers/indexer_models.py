@@ -25,6 +25,7 @@ from firesteel.integrations.transformers.indexers import (
 )
 from firesteel.launch import plan
 from firesteel.launch.check import check_operand
+from firesteel.launch.key import DTYPES
 from firesteel.launch.spec import Spec
 
 FAMILIES = ("glm_moe_dsa", "deepseek_v32")
@@ -251,26 +252,42 @@ class EmulatedBound:
         return 1
 
 
+def _cache_dtype(spec: Any) -> torch.dtype:
+    name = getattr(spec, "cache_dtype", "e4m3")
+    return torch.float8_e4m3fn if name == "e4m3" else DTYPES[name]
+
+
+def _views(spec: Any, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Values `[pages, 64, 128]` and scales `[pages, 64]` of a cache."""
+    dtype = _cache_dtype(spec)
+    if dtype == torch.float8_e4m3fn:
+        return page_views(cache, spec.page_stride)
+    values = cache.view(dtype).view(-1, 64, 128)
+    return values, torch.ones(values.shape[:2])
+
+
 def _write(spec: PageWriterSpec, cache: Tensor, keys: Tensor, slots: Tensor) -> None:
-    pages, page_scales = page_views(cache, spec.page_stride)
-    values, scales = quantize_reference(keys)
+    values, scales = _views(spec, cache)
     page, offset = slots // 64, slots % 64
-    pages.view(torch.uint8)[page, offset] = values.view(torch.uint8)
-    page_scales[page, offset] = scales
+    if values.dtype == torch.float8_e4m3fn:
+        keys, scales[page, offset] = quantize_reference(keys)
+        values, keys = values.view(torch.uint8), keys.view(torch.uint8)
+    values[page, offset] = keys
 
 
 def _select(spec: Any, named: Mapping[str, Tensor], tables: Tensor, lengths: Tensor) -> None:
     """`indices` of each row, whose pages are in `tables` and of which it sees so many keys."""
-    pages, page_scales = page_views(named["cache"], spec.page_stride)
+    values, scales = _views(spec, named["cache"])
     q, w = named["q"].flatten(0, -3).double(), named["w"].flatten(0, -2).double()
     indices = named["indices"].flatten(0, -2)
     for row, length in enumerate(lengths.clamp(min=0).tolist()):
         table = tables[row, : -(-length // 64)].long()
         assert (table >= 0).all()
-        keys = pages.view(torch.uint8)[table].view(torch.float8_e4m3fn).reshape(-1, 128)[:length]
+        # Bytes, since e4m3 has no indexing.
+        keys = values.view(torch.uint8)[table].view(values.dtype).reshape(-1, 128)[:length]
         dots = (q[row] @ keys.double().t()).relu()
-        scores = (w[row] @ dots) * page_scales[table].reshape(-1)[:length].double()
-        indices[row] = torch.tensor(top_k_reference(scores.tolist(), spec.top_k))
+        found = (w[row] @ dots) * scales[table].reshape(-1)[:length].double()
+        indices[row] = torch.tensor(top_k_reference(found.tolist(), spec.top_k))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from firesteel.errors import InvalidArgumentError
+from firesteel.indexer.spec import DecodeSpec
 from firesteel.integrations.transformers import restore_indexers, swap_indexers
 from firesteel.integrations.transformers.index_masks import IndexMask
 from tests.integrations.transformers.indexer_models import (
@@ -231,6 +233,27 @@ def test_a_mask_is_looked_at_once_a_forward(monkeypatch):
     wanted = generated(on_torch("glm_moe_dsa"), ids, new=4, padding=3)
     assert generated(model, ids, new=4, padding=3) == wanted
     assert looked == [20, 20]
+
+
+@pytest.mark.skipif(
+    "cache_dtype" not in {each.name for each in fields(DecodeSpec)},
+    reason="there are no specs of 16-bit pages",
+)
+@every_family
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_host_keys_in_pages_give_the_host_s_tokens(family, dtype):
+    model = on_kernels(family, dtype=dtype)
+    ids = prompt(2, 61)
+    wanted = generated(model, ids, new=6, padding=5)
+    hidden = torch.ones(61, 61).triu(1).bool() | torch.ones(61, 61).tril(-30).bool()
+    mask = additive(hidden.expand(2, 1, 61, 61)).to(dtype).clamp(min=torch.finfo(dtype).min)
+    wanted_window, _ = forward(model, ids, attention_mask=mask)
+    report = swap_emulated(model, keys="host")
+    assert report.refused == {}
+    assert generated(model, ids, new=6, padding=5) == wanted
+    assert set(runs_of(model)) == {"write", "prefill", "decode 1"}
+    assert torch.equal(forward(model, ids, attention_mask=mask)[0], wanted_window)
+    assert set(runs_of(model)) == {"write"}
 
 
 def on_torch(family: str) -> Any:
