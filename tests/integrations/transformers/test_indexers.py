@@ -10,12 +10,17 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.transformers import restore_indexers, swap_indexers
 from firesteel.integrations.transformers.index_modules import SwappedIndexer
+from tests.integrations.transformers.index_scores import (
+    e4m3_bound,
+    parts_of,
+    score_bound,
+    scores_of,
+)
 from tests.integrations.transformers.indexer_models import (
     FAMILIES,
     INDEXERS,
@@ -32,50 +37,6 @@ from tests.integrations.transformers.indexer_models import (
 TAKES_BOOL = "torch.bool" in inspect.getsource(inspect.unwrap(glm.GlmMoeDsaIndexer.forward))
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def parts_of(module: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """q `[B, S, H, D]`, keys `[B, S, D]` and weights `[B, S, H]` of a call, in fp32."""
-    x = given["hidden_states"]
-    size = module.qk_rope_head_dim
-    q = module.wq_b(given["q_resid"]).unflatten(-1, (module.n_heads, module.head_dim))
-    k = module.k_norm(module.wk(x)).unsqueeze(2)
-    rope = {
-        "GlmMoeDsaIndexer": glm.apply_rotary_pos_emb_interleave,
-        "DeepseekV32Indexer": deepseek.apply_rotary_pos_emb,
-    }[type(module).__name__]
-    q_turned, k_turned = rope(
-        q[..., :size], k[..., :size], *given["position_embeddings"], unsqueeze_dim=2
-    )
-    q = torch.cat([q_turned, q[..., size:]], dim=-1)
-    k = torch.cat([k_turned, k[..., size:]], dim=-1).squeeze(2)
-    w = (
-        module.weights_proj(x.to(module.weights_proj.weight.dtype)).float()
-        * (module.n_heads * module.head_dim) ** -0.5
-    )
-    return q.float(), k.float(), w
-
-
-def scores_of(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """float64 `[B, S, T]`; -inf after the row's own key."""
-    dots = torch.einsum("bshd,btd->bsht", q.double(), k.double()).relu()
-    scores = torch.einsum("bsh,bsht->bst", w.double(), dots)
-    return scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-
-
-def e4m3_bound(x: Tensor) -> Tensor:
-    """How far a number may be from its e4m3 one: half a step of 2^-3, or of 2^-9 of the scale."""
-    scale = x.double().abs().amax(dim=-1, keepdim=True) / 448
-    return torch.maximum(x.double().abs() * 2.0**-4, scale * 2.0**-10) * 1.001
-
-
-def score_bound(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """float64 `[B, S, T]`: how far the score of rounded q and k may lie from that of q and k."""
-    off_q, off_k = e4m3_bound(q), e4m3_bound(k)
-    q, k = q.double().abs(), k.double().abs()
-    off = torch.einsum("bshd,btd->bsht", q, off_k)
-    off += torch.einsum("bshd,btd->bsht", off_q, k + off_k)
-    return torch.einsum("bsh,bsht->bst", w.double().abs(), off) + 1e-6
 
 
 def full_rows(indices: Tensor) -> list[list[set[int]]]:

@@ -38,7 +38,7 @@ class IndexSpecs:
     """What a model's indexers need planned.
 
     Fields
-        writer, decode, prefill  the operations; decode of 1, 2, .. rows
+        writer, decode, prefill  the operations; decode of 1, 2, .. rows, more of which are prefill
         max_requests, max_rows   largest counts of decode, and of writer and prefill
         cache_dtype              of the keys in pages
     """
@@ -60,12 +60,23 @@ class IndexSpecs:
             raise UnsupportedError(f"device: {target}, kernels for e4m3 keys need sm_89 or later")
         return IndexSpecs(
             writer=self.writer.for_target(target),
-            decode=tuple(spec.for_target(target) for spec in self.decode),
+            decode=_supported(self.decode, target),
             prefill=self.prefill.for_target(target),
             max_requests=self.max_requests,
             max_rows=self.max_rows,
             cache_dtype=self.cache_dtype,
         )
+
+
+def _supported(specs: tuple[DecodeSpec, ...], target: str) -> tuple[DecodeSpec, ...]:
+    """Those of the fewest rows, up to one that a target has no kernels for."""
+    found = [specs[0].for_target(target)]
+    for spec in specs[1:]:
+        try:
+            found.append(spec.for_target(target))
+        except UnsupportedError:
+            break
+    return tuple(found)
 
 
 def index_specs(
