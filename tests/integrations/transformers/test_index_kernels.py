@@ -307,6 +307,24 @@ def test_an_indexer_on_kernels_is_called_between_graphs_of_a_compiler():
     assert len(runs_of(model)["prefill"]) == 3
 
 
+@every_family
+def test_without_a_mask_rows_see_what_their_position_ids_say(family):
+    models = both(family)
+    ids = prompt(2, 40)
+    for model in models:
+        with torch.no_grad(), recorded(model) as calls:
+            model(ids, use_cache=False)
+        for module, given, wanted in calls:
+            given["attention_mask"] = None
+            assert torch.equal(module(**given), wanted)
+        # Fewer than there are: rows of the first request see one key less.
+        given["position_ids"] = torch.stack([torch.arange(-1, 39), torch.arange(40)])
+        found = module(**given)
+        assert torch.equal(found[1], wanted[1])
+        assert torch.equal(found[0, 20:].amax(dim=-1) <= torch.arange(19, 39), torch.ones(20) > 0)
+    assert "prefill" in runs_of(models[1])
+
+
 def test_limits_are_named():
     _, model = both("glm_moe_dsa")
     with pytest.raises(InvalidArgumentError, match="257 keys a request, max_keys of swap_indexers"):

@@ -13,8 +13,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
-from firesteel.integrations.transformers import restore_indexers, swap_indexers
+from firesteel.integrations.transformers import (
+    PackedLinear,
+    load_model,
+    restore_indexers,
+    swap_indexers,
+)
 from firesteel.integrations.transformers.index_modules import SwappedIndexer
+from tests.checkpoints import STORAGES, write
 from tests.integrations.transformers.index_scores import (
     e4m3_bound,
     parts_of,
@@ -231,6 +237,18 @@ def test_names_files_and_copies_stay_and_restoring_gives_the_host_back(family, t
         assert generated(each, ids) == wanted
     assert restore_indexers(model) == 0
     assert all(type(each) not in kinds for each in indexers(copied))
+
+
+@every_family
+def test_indexers_whose_projections_are_packed_are_swapped_too(family, tmp_path):
+    written = write(tmp_path, family, STORAGES["ct-w4-g32"], linears=True)
+    model = load_model(written.path, dtype=torch.float32)
+    kept = [type(each.wq_b) for each in indexers(model)]
+    assert kept == [PackedLinear] * len(kept)
+    wanted = generated(model, prompt())
+    swap_indexers(model, keys="host")
+    assert generated(model, prompt()) == wanted
+    assert [type(each.wq_b) for each in indexers(model)] == kept
 
 
 @pytest.mark.host

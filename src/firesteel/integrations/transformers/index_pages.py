@@ -79,8 +79,9 @@ class IndexPages:
             self.length -= num_tokens
 
     def reset(self, length: int) -> None:
-        """Forget all; a host that keeps its length has zeros for keys."""
-        self.data.zero_()
+        """Forget all; where the host keeps its length, as 5.16 does, keys are zeros."""
+        if length:
+            self.data.zero_()
         self.seq_lens.fill_(length)
         if self.length is not None:
             self.length = length
