@@ -241,7 +241,7 @@ def test_names_files_and_copies_stay_and_restoring_gives_the_host_back(family, t
 
 @every_family
 def test_indexers_whose_projections_are_packed_are_swapped_too(family, tmp_path):
-    written = write(tmp_path, family, STORAGES["ct-w4-g32"], linears=True)
+    written = write(tmp_path / "in", family, STORAGES["ct-w4-g32"], linears=True)
     model = load_model(written.path, dtype=torch.float32)
     kept = [type(each.wq_b) for each in indexers(model)]
     assert kept == [PackedLinear] * len(kept)
