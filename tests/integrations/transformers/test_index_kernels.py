@@ -229,10 +229,17 @@ def test_a_mask_is_looked_at_once_a_forward(monkeypatch):
     forward(model, ids, attention_mask=mask)
     assert set(runs_of(model)) == {"write"}
     assert looked == [20, 20]
+    # Without a cache nothing but the order of layers tells two forwards apart.
+    with torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=False)
+        mask.copy_(additive(torch.ones(20, 20).triu(1).bool()))
+        model(ids, attention_mask=mask, use_cache=False)
+    assert looked == [20] * 4
+    assert set(runs_of(model)) == {"write", "prefill"}
     swap_emulated(model, check_masks=False)
     wanted = generated(on_torch("glm_moe_dsa"), ids, new=4, padding=3)
     assert generated(model, ids, new=4, padding=3) == wanted
-    assert looked == [20, 20]
+    assert looked == [20] * 4
 
 
 @pytest.mark.skipif(
@@ -307,6 +314,19 @@ def test_an_indexer_on_kernels_is_called_between_graphs_of_a_compiler():
     assert len(runs_of(model)["prefill"]) == 3
 
 
+def test_rows_with_fewer_keys_end_in_one_that_is_hidden_from_them():
+    rows, mask = [], torch.ones(2, 40, dtype=torch.long)
+    mask[0, :3] = 0
+    for model in both("deepseek_v32"):
+        with torch.no_grad(), recorded(model) as calls:
+            model(prompt(2, 40), attention_mask=mask, use_cache=False)
+        rows.append(torch.stack([indices for _, _, indices in calls]))
+    assert torch.equal(*rows)
+    for found in rows[1]:
+        assert found[0, 9].tolist() == [*range(3, 10)] + [0] * 9
+        assert found[1, 9].tolist() == [*range(10)] + [10] * 6
+
+
 @every_family
 def test_without_a_mask_rows_see_what_their_position_ids_say(family):
     models = both(family)
@@ -347,6 +367,12 @@ def test_limits_are_named():
         forward(model, prompt(1, 5), cache)
     with pytest.raises(InvalidArgumentError, match="its layer is a DynamicLayer, must be one of"):
         forward(model, prompt(), DynamicCache())
+    _, cache = forward(model, prompt(2, 5))
+    with pytest.raises(InvalidArgumentError, match="got 4 columns, must have one for each of 6"):
+        forward(model, prompt(2, 1), cache, attention_mask=torch.zeros(2, 1, 1, 4))
+    assert cache.layers[0].index_pages.length == 5
+    with pytest.raises(InvalidArgumentError, match="cache: holds 2 requests, the call has 1"):
+        indexers(model)[0]._pages(kernels_of(model), cache, 1)
 
 
 def test_a_cache_belongs_to_the_kernels_that_filled_it():

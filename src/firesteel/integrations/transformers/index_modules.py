@@ -210,8 +210,8 @@ class SwappedIndexer(nn.Module):
         batch, num_rows = k.shape[:2]
         pages = self._pages(kernels, cache, batch)
         kernels.check_room(pages, num_rows)
+        num_keys = self._num_keys(pages, num_rows, attention_mask, cache)
         pages.grow(num_rows)
-        num_keys = _num_keys(pages, attention_mask, cache, self.layer_idx)
         mask = IndexMask(attention_mask, position_ids, batch, num_rows, num_keys)
         forward = self._forward_of(pages, mask, cache)
         if forward.padding is not None:
@@ -237,6 +237,25 @@ class SwappedIndexer(nn.Module):
                 f"cache: holds {pages.batch} requests, the call has {batch}, must be as many"
             )
         return pages
+
+    def _num_keys(
+        self, pages: IndexPages, num_rows: int, attention_mask: Tensor | None, cache: Any
+    ) -> int:
+        """T: as many keys as the mask has columns.
+
+        Raises
+            InvalidArgumentError: the mask has not a column for each key.
+        """
+        if pages.length is None:
+            wanted = int(cache.layers[self.layer_idx].max_cache_len)
+        else:
+            wanted = pages.length + num_rows
+        if attention_mask is not None and attention_mask.shape[-1] != wanted:
+            raise InvalidArgumentError(
+                f"attention_mask: got {attention_mask.shape[-1]} columns, must have one for each "
+                f"of {wanted} keys"
+            )
+        return wanted
 
     def _forward_of(self, pages: IndexPages, mask: IndexMask, cache: Any) -> Forward:
         """What this forward's mask comes to: found by its first layer, and kept for the others.
@@ -282,22 +301,6 @@ def _look_at(pages: IndexPages, mask: IndexMask, check: bool) -> Forward:
         is_standard = not differs
     padding = ~is_seen.unsqueeze(-1) if has_padding and is_standard else None
     return Forward(rows, is_standard, padding, mask.first_hidden())
-
-
-def _num_keys(pages: IndexPages, attention_mask: Tensor | None, cache: Any, layer_idx: int) -> int:
-    """T: as many keys as the mask has columns.
-
-    Raises
-        InvalidArgumentError: the mask has not a column for each key.
-    """
-    wanted = pages.length
-    if wanted is None:
-        wanted = int(cache.layers[layer_idx].max_cache_len)
-    if attention_mask is not None and attention_mask.shape[-1] != wanted:
-        raise InvalidArgumentError(
-            f"attention_mask: got {attention_mask.shape[-1]} columns, the cache has {wanted} keys"
-        )
-    return wanted
 
 
 def _packed(keys: Tensor) -> Tensor:
