@@ -14,7 +14,7 @@ from torch import Tensor
 from firesteel.checkpoint.families import Geometry
 from firesteel.errors import InvalidArgumentError
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
-from firesteel.integrations.transformers.kernels import _Arenas
+from firesteel.integrations.transformers.kernels import Arenas
 
 LITTLE = Path(__file__).parents[3] / "examples" / "little_moe" / "int4-g128"
 
@@ -152,8 +152,8 @@ def test_loading_in_place_or_setting_the_same_tensor_keeps_the_kernels(model: An
     assert module.kernels is kernels
 
 
-def _arenas() -> _Arenas:
-    return _Arenas(4096, torch.device("cpu"))
+def _arenas() -> Arenas:
+    return Arenas(4096, torch.device("cpu"))
 
 
 def test_each_stream_has_one_arena_and_many_streams_are_told_of(

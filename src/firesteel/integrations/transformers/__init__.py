@@ -1,8 +1,14 @@
-"""transformers: `load_model`, the quantizer `firesteel` and the experts implementation `firesteel`.
+"""transformers: `load_model`, `swap_indexers`, a quantizer and an experts implementation.
 
-Importing this module registers both with transformers. Nothing of transformers is replaced.
+Importing this module registers the last two with transformers, as `firesteel`. Nothing of
+transformers is replaced.
 """
 
+from firesteel.integrations.transformers.indexers import (
+    IndexerReport,
+    restore_indexers,
+    swap_indexers,
+)
 from firesteel.integrations.transformers.load import firesteel_config, load_model, load_report
 from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.integrations.transformers.quantizer import FiresteelConfig, FiresteelQuantizer
@@ -11,10 +17,13 @@ from firesteel.integrations.transformers.report import LoadReport
 __all__ = [
     "FiresteelConfig",
     "FiresteelQuantizer",
+    "IndexerReport",
     "LoadReport",
     "PackedExperts",
     "PackedLinear",
     "firesteel_config",
     "load_model",
     "load_report",
+    "restore_indexers",
+    "swap_indexers",
 ]

@@ -32,7 +32,7 @@ from firesteel.moe.trellis.supports import (
 from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
-__all__ = ["KernelReport", "LayerKernels", "attach_kernels"]
+__all__ = ["Arenas", "KernelReport", "LayerKernels", "attach_kernels"]
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class LayerKernels:
         self,
         ready: Ready,
         tensors: Mapping[str, Tensor],
-        arenas: _Arenas,
+        arenas: Arenas,
         kind: Callable[[Ready, dict[str, Tensor], Arena], Layer] = MoeLayer,
     ) -> None:
         self._ready = ready
@@ -133,7 +133,7 @@ class LayerKernels:
         return self._layers.setdefault(stream, layer)
 
 
-class _Arenas:
+class Arenas:
     """The arenas of one device: one a stream, each large enough for every plan there."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -158,7 +158,7 @@ class _Arenas:
         log.info("stream %#x: an arena of %d bytes", stream, self._num_bytes)
         if len(self._by_stream) == MANY_STREAMS:
             log.warning(
-                "experts were called on more than %d streams: each keeps an arena of %d bytes; "
+                "kernels were called on more than %d streams: each keeps an arena of %d bytes; "
                 "call the model on fewer streams, or lower FIRESTEEL_MAX_TOKENS",
                 MANY_STREAMS,
                 self._num_bytes,
@@ -210,7 +210,7 @@ def attach_kernels(
             show_progress=sys.stderr.isatty(),
         )
     arenas = {
-        device: _Arenas(
+        device: Arenas(
             max(r.plan.workspace.num_bytes for (_, d), r in ready.items() if d == device), device
         )
         for device in {device for _, device in ready}
