@@ -31,6 +31,7 @@ CASES = [
     ("gpt_oss", "mxfp4-gpt-oss", {}, {}),
     ("gpt_oss", "nf3", {}, {}),
     ("qwen3_moe", "exl3-mixed", {}, {}),
+    ("qwen3_moe", "ct-w4-g32", {}, {"enforce_eager": False}),
 ]
 N = {"moe_intermediate_size": 160}
 SHARED = [
@@ -89,7 +90,7 @@ def shared(tmp_path_factory):
     return _compared(tmp_path_factory, SHARED)
 
 
-@pytest.mark.parametrize("place", range(len(CASES)), ids=["-".join(c[:2]) for c in CASES])
+@pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{c[0]}-{c[1]}" for c in CASES])
 def test_tokens_of_one_process(alone, place):
     got, wanted = alone[place]
     assert "error" not in got, got["error"]
@@ -154,11 +155,16 @@ def test_it_claims_what_it_is_told_to_and_nothing_else(tmp_path):
     quantised = write(tmp_path / "a", "qwen3_moe", STORAGES["awq-sym"])
     plain = write(tmp_path / "b", "qwen3_moe")
     given = {"prompts": [[1, 2]], "max_tokens": 2, "options": {"quantization": None}}
-    claimed, other = run(
-        [{"path": str(w.path), **given} for w in (quantised, plain)], FIRESTEEL_VLLM="auto"
+    broken = write(tmp_path / "c", "qwen3_moe", STORAGES["awq-sym"])
+    left = {n: t for n, t in broken.tensors.items() if n != "model.norm.weight"}
+    write_tensors(broken.path, left)
+    claimed, other, lacking = run(
+        [{"path": str(w.path), **given} for w in (quantised, plain, broken)], FIRESTEEL_VLLM="auto"
     )
     assert claimed["reports"][0]["layers"] == 2
     assert other["reports"] == [None]
+    # vLLM itself would run it with what memory held.
+    assert "lacks 1 tensor(s) of the model, first model.norm.weight" in lacking["error"]
     (refused,) = run([{"path": str(plain.path), **given, "options": {}}])
     assert "nothing in" in refused["error"]
     (left,) = run([{"path": str(quantised.path), **given}])

@@ -1,11 +1,13 @@
 """What the plugin finds of a checkpoint by the engine's names; vLLM is not needed."""
 
+import re
+
 import pytest
 
 from firesteel.checkpoint import Checkpoint, scan
 from firesteel.errors import CheckpointError
 from firesteel.integrations.vllm.model import Model, why_not
-from tests.checkpoints import STORAGES, edit_config, write
+from tests.checkpoints import FAMILY_NAMES, STORAGES, edit_config, write, write_tensors
 
 EXPERTS = "model.layers.1.mlp.experts"
 ATTENTION = "model.layers.1.self_attn"
@@ -44,14 +46,49 @@ def test_names_are_the_engine_s(model):
 
 
 def test_what_no_module_takes_is_an_error_in_a_layer_that_was_made(model):
-    model.check_taken()
+    model.check_taken(has_head=True)
     model.experts(EXPERTS)
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.\w+: quantised in the check"):
-        model.check_taken()
+        model.check_taken(has_head=True)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         model.linears(f"{ATTENTION}.{name}", {})
     # Layers 0 and 2 belong to other ranks.
-    model.check_taken()
+    model.check_taken(has_head=True)
+
+
+def test_a_layer_under_another_name_is_an_error_too(model):
+    assert model.experts(f"language_{EXPERTS}") is None
+    with pytest.raises(CheckpointError, match=rf"{EXPERTS}: quantised in the checkpoint"):
+        model.check_taken(has_head=True)
+
+
+def test_a_head_that_the_engine_makes_plain_is_an_error_where_it_is(tmp_path):
+    path = write(tmp_path / "it", "gpt_oss", STORAGES["ct-w4-g32"], also=("lm_head.weight",)).path
+    model = Model.open(str(path))
+    for layer in (0, 1):
+        model.experts(f"model.layers.{layer}.mlp.experts")
+    model.check_taken(has_head=False)
+    with pytest.raises(CheckpointError, match="lm_head: quantised in the checkpoint"):
+        model.check_taken(has_head=True)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_checkpoint_that_lacks_any_tensor_is_refused(tmp_path, family):
+    storage = STORAGES["nf3" if family == "gpt_oss" else "ct-w4-g32"]
+    written = write(tmp_path / "it", family, storage, linears=family != "gpt_oss")
+    Model.open(str(written.path)).check_complete()
+    own = {n: t for n, t in written.tensors.items() if ".experts." not in n}
+    # One of each kind, in the last layer that has it.
+    kinds = {re.sub(r"\d+", "", name): name for name in sorted(own)}
+    for name in kinds.values():
+        packed = any(name.startswith(f"{layer}.") for layer in written.schemes)
+        left = {n: t for n, t in written.tensors.items() if n != name}
+        if packed:
+            layer = name.rpartition(".")[0]
+            left = {n: t for n, t in left.items() if not n.startswith(f"{layer}.")}
+        write_tensors(written.path, left)
+        with pytest.raises(CheckpointError, match=r"lacks \d tensor"):
+            Model.open(str(written.path)).check_complete()
 
 
 def test_patterns_match_what_is_read_and_nothing_else(written, model):

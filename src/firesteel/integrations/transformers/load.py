@@ -23,7 +23,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 _MISMATCH = ("ignore_mismatched_sizes", "key_mapping")
 
-__all__ = ["firesteel_config", "load_model", "load_report"]
+__all__ = ["firesteel_config", "load_model", "load_report", "skeleton_of"]
 
 
 def firesteel_config(checkpoint: str | Path, *, quantize: str | None = None) -> Any:
@@ -167,6 +167,18 @@ def _config(opened: Checkpoint, quantize: str | None) -> Any:
     return config
 
 
+def skeleton_of(path: Path) -> Any:
+    """transformers' model of a folder's config, on the meta device.
+
+    Raises
+        CheckpointError: transformers cannot make a model of the config.
+    """
+    config = _host_config(path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return _check_skeleton(config)
+
+
 def _host_config(path: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(path)
@@ -175,15 +187,15 @@ def _host_config(path: Path) -> Any:
         raise _config_error(error) from error
 
 
-def _check_skeleton(config: Any) -> None:
-    """Build the model once without memory, to tell a bad config from what may fail later.
+def _check_skeleton(config: Any) -> Any:
+    """The model without memory; made to tell a bad config from what may fail later.
 
     Raises
         CheckpointError: transformers cannot make a model of the config.
     """
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     # As in `_host_config`: a division by zero, a missing key, a string where a number must be.
     except Exception as error:
         raise _config_error(error) from error

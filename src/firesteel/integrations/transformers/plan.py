@@ -18,7 +18,7 @@ from firesteel.checkpoint.layers import Contents, ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError
 
-__all__ = ["LoadPlan", "patterns_of", "plan_load"]
+__all__ = ["LoadPlan", "lacking", "patterns_of", "plan_load"]
 
 _EXPERTS_MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.mlp\.experts")
 
@@ -104,6 +104,23 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
     return LoadPlan(contents, packs, packed, expanded, tuple(ignored), num_plain)
 
 
+def lacking(model: nn.Module, plan: LoadPlan) -> list[str]:
+    """Tensors of a model outside its experts that the checkpoint has in no form, sorted.
+
+    Args:
+        model: the skeleton that the plan was made for.
+    """
+    finder = _Finder(model)
+    held: set[str] = set()
+    for name in plan.contents.checkpoint.headers:
+        held.update(finder.candidates(module_path(name)))
+    held.update(f"{path}.weight" for path in (*plan.packed, *plan.expanded))
+    held.update(finder.tied)
+    return sorted(
+        name for name in model.state_dict() if name not in held and not _EXPERTS_MODULE.match(name)
+    )
+
+
 def patterns_of(names: Sequence[str]) -> list[str]:
     """Regular expressions that match exactly `names`, one for all layers of a kind.
 
@@ -135,15 +152,16 @@ class _Finder:
             *(getattr(model, "_keep_in_fp32_modules", None) or ()),
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
         )
-        self._tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+        self.tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
         self._fp32 = [re.compile(rf"(?:^|\.){re.escape(name)}(?:\.|$)") for name in kept]
 
     def find(self, path: str) -> str | None:
         """The module's own path: a checkpoint may be of the model with or without its head."""
-        for candidate in (path, f"{self._base}.{path}", path.removeprefix(f"{self._base}.")):
-            if candidate in self.modules:
-                return candidate
-        return None
+        return next((name for name in self.candidates(path) if name in self.modules), None)
+
+    def candidates(self, name: str) -> tuple[str, str, str]:
+        """What a name in a checkpoint may be called in the model."""
+        return (name, f"{self._base}.{name}", name.removeprefix(f"{self._base}."))
 
     def is_ignored(self, name: str) -> bool:
         """Whether the host says that it leaves out tensors of this name."""
@@ -155,7 +173,7 @@ class _Finder:
         Raises
             CheckpointError: the config ties it.
         """
-        source = self._tied.get(f"{path}.weight")
+        source = self.tied.get(f"{path}.weight")
         if source is not None:
             raise CheckpointError(
                 f"{layer}: quantised, but the config says tie_word_embeddings: true, "

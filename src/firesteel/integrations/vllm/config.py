@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_pp_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import (
@@ -20,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
-from firesteel.errors import InvalidArgumentError
+from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.vllm.experts import FiresteelExperts
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model, why_not
@@ -30,7 +32,8 @@ __all__ = ["METHOD", "FiresteelConfig"]
 
 METHOD = "firesteel"
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged under its own name alone.
+log = init_logger("vllm.firesteel.config")
 
 
 class FiresteelConfig(QuantizationConfig):
@@ -43,6 +46,7 @@ class FiresteelConfig(QuantizationConfig):
     def __init__(self) -> None:
         super().__init__()
         self._name: str | None = None
+        self._revision: str | None = None
         self._model: Model | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,7 +58,7 @@ class FiresteelConfig(QuantizationConfig):
         """The checkpoint."""
         if self._model is None:
             assert self._name is not None, "maybe_update_config was not called"
-            self._model = Model.open(self._name)
+            self._model = Model.open(self._name, self._revision)
         return self._model
 
     def get_name(self) -> str:
@@ -86,15 +90,24 @@ class FiresteelConfig(QuantizationConfig):
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Claim what the user says firesteel shall load; with FIRESTEEL_VLLM=auto, what it can."""
-        if user_quant is not None or Settings.from_env().vllm == "off":
+        if user_quant is not None:
             return METHOD if user_quant == METHOD else None
+        try:
+            claims = Settings.from_env().vllm == "auto"
+        except InvalidArgumentError as error:
+            # Of no concern to who has not asked for firesteel.
+            log.warning("firesteel claims no model: %s", error)
+            return None
+        if not claims:
+            return None
         reason = why_not(
             getattr(hf_config, "name_or_path", ""),
             hf_quant_cfg,
             getattr(hf_config, "model_type", None),
+            getattr(hf_config, "_commit_hash", None),
         )
         if reason is not None:
-            log.info("not loaded by firesteel: %s", reason)
+            log.warning("firesteel leaves this model alone: %s", reason)
         return METHOD if reason is None else None
 
     def maybe_update_config(
@@ -103,15 +116,16 @@ class FiresteelConfig(QuantizationConfig):
         """Where the checkpoint is, before any module is made.
 
         Raises
-            CheckpointError, UnsupportedError: it cannot be read exactly.
+            CheckpointError, UnsupportedError: it cannot be read exactly, or lacks a tensor.
             InvalidArgumentError: nothing of it is quantised.
         """
-        del hf_config, revision
-        self._name, self._model = model_name, Model.open(model_name)
-        if not self._model.is_quantized:
+        self._name = model_name
+        self._revision = getattr(hf_config, "_commit_hash", None) or revision
+        if not self.model.is_quantized:
             raise InvalidArgumentError(
                 f"quantization: got {METHOD!r}, must be None: nothing in {model_name} is quantised"
             )
+        self.model.check_complete()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """How the engine's modules are called."""
@@ -119,18 +133,43 @@ class FiresteelConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What loads and runs a module; None for the engine's own."""
+        method = self._method(layer, prefix)
+        if method is not None and get_current_vllm_config().model_config.runner_type == "draft":
+            raise UnsupportedError(
+                f"speculative_config: {prefix} of the draft model is quantised, must be plain: "
+                "the engine's loaders of draft models do not let firesteel read"
+            )
+        return method or (UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None)
+
+    def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             found = self.model.experts(prefix)
             return None if found is None else FiresteelExperts(layer.moe_config, self.model, found)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
-        is_linear = isinstance(layer, LinearBase)
         sources = self.model.linears(prefix, self.packed_modules_mapping)
         if all(source is None for source in sources):
-            return UnquantizedLinearMethod() if is_linear else None
-        return (FiresteelLinear if is_linear else FiresteelHead)(self.model, sources)
+            return None
+        kind = FiresteelLinear if isinstance(layer, LinearBase) else FiresteelHead
+        return kind(self.model, sources)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """Drops what firesteel reads; called when all modules are made, before weights are."""
-        self.model.check_taken()
+        """Drops what firesteel reads; called when all modules are made, before weights are.
+
+        Raises
+            CheckpointError: a quantised matrix that no module took.
+            UnsupportedError: weights are loaded a second time.
+        """
+        if self.model.kernels is not None:
+            raise UnsupportedError(
+                "reload_weights: packed experts are read once, start the engine again"
+            )
+        self.model.check_taken(has_head=get_pp_group().is_last_rank)
+        scales = self.model.cache_scales
+        if scales:
+            log.warning(
+                "%d scales of the KV cache in the checkpoint are not read, first %s",
+                len(scales),
+                scales[0],
+            )
         return WeightsMapper(orig_to_new_regex=dict.fromkeys(self.model.patterns))

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -30,7 +31,8 @@ from firesteel.settings import Settings
 
 __all__ = ["FiresteelExperts", "report"]
 
-log = logging.getLogger(__name__)
+# vLLM shows what is logged under its own name alone.
+log = init_logger("vllm.firesteel.experts")
 
 
 class FiresteelExperts(FusedMoEMethodBase):
@@ -50,6 +52,8 @@ class FiresteelExperts(FusedMoEMethodBase):
         config = get_current_vllm_config()
         self._max_tokens: int = config.scheduler_config.max_num_batched_tokens
         self._is_eager: bool = config.model_config.enforce_eager
+        # Where an operator finds a layer while the engine runs.
+        self._layers: dict[str, Any] = config.compilation_config.static_forward_context
 
     def create_weights(
         self,
@@ -99,6 +103,8 @@ class FiresteelExperts(FusedMoEMethodBase):
             expert_map=layer.expert_map,
         )
         self.model.unfilled[layer.layer_name] = layer.packed
+        _register()
+        self._layers[_place(layer)] = layer.packed
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read the experts; of the last layer, plan and prewarm the kernels of all.
@@ -145,7 +151,39 @@ class FiresteelExperts(FusedMoEMethodBase):
     ) -> Tensor:
         """`[M, K]` of this rank's experts or parts; the engine adds up ranks."""
         del shared_experts, shared_experts_input
+        if torch.compiler.is_compiling():
+            operator: Any = torch.ops.firesteel.experts.default
+            return operator(x, topk_weights, topk_ids, _place(layer))
         return layer.packed(x, topk_ids, topk_weights)
+
+
+_library: list[torch.library.Library] = []
+
+
+def _place(layer: Any) -> str:
+    return f"firesteel.{layer.layer_name}"
+
+
+def _register() -> None:
+    """Make experts an operator, once a process: a compiler cannot trace into them."""
+    if _library:
+        return
+    library = torch.library.Library("firesteel", "FRAGMENT")
+    library.define("experts(Tensor x, Tensor topk_weights, Tensor topk_ids, str place) -> Tensor")
+    for key in ("CPU", "CUDA"):
+        library.impl("experts", _experts, key)
+    torch.library.register_fake("firesteel::experts", _fake_experts, lib=library)
+    _library.append(library)
+
+
+def _experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, place: str) -> Tensor:
+    layer = get_forward_context().no_compile_layers[place]
+    return layer(x, topk_ids, topk_weights)
+
+
+def _fake_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, place: str) -> Tensor:
+    del topk_weights, topk_ids, place
+    return torch.empty_like(x)
 
 
 def report(model: nn.Module) -> dict[str, Any] | None:

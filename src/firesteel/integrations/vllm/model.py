@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from firesteel.checkpoint.families import FAMILIES
@@ -14,8 +15,9 @@ from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.formats.registry import formats_for
 from firesteel.integrations.transformers.kernels import KernelReport
+from firesteel.integrations.transformers.load import skeleton_of
 from firesteel.integrations.transformers.modules import PackedExperts
-from firesteel.integrations.transformers.plan import patterns_of
+from firesteel.integrations.transformers.plan import lacking, patterns_of, plan_load
 
 __all__ = ["Model", "why_not"]
 
@@ -24,7 +26,9 @@ _MERGED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
 }
-_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+# Of a quantised KV cache, which no module of the plugin's takes.
+_CACHE_SCALES = ("k_scale", "kv_scale", "q_scale", "v_scale")
 
 
 @dataclass(slots=True)
@@ -50,14 +54,15 @@ class Model:
     _taken: set[str] = field(default_factory=set)
 
     @classmethod
-    def open(cls, name: str) -> Model:
-        """Read the headers of a checkpoint: a folder, or a hub name.
+    def open(cls, name: str, revision: str | None = None) -> Model:
+        """Read the headers of a checkpoint: a folder, or a hub name and what of it.
 
         Raises
             CheckpointError, UnsupportedError: it cannot be read exactly, or its head is quantised
                 and the engine would take the embedding in its place.
         """
-        checkpoint = Checkpoint.open(resolve(name))
+        is_folder = Path(name).expanduser().is_dir()
+        checkpoint = Checkpoint.open(resolve(name, revision=None if is_folder else revision))
         contents = scan(checkpoint)
         heads = [s.layer for s in contents.dense if s.layer.rpartition(".")[2] == "lm_head"]
         if heads and checkpoint.config.get("tie_word_embeddings"):
@@ -100,25 +105,49 @@ class Model:
         return found
 
     def _ask(self, prefix: str) -> None:
-        match = _LAYER.match(prefix)
-        self._asked.add(match[0] if match else "")
+        self._asked.add(_layer_of(prefix))
 
-    def check_taken(self) -> None:
+    def check_complete(self) -> None:
+        """Refuse a checkpoint that lacks a tensor of the model, as `load_model` does.
+
+        The engine itself fills what a quantised checkpoint lacks with what memory held. Builds
+        transformers' model of the config, without memory.
+
+        Raises
+            CheckpointError: transformers cannot make the model, or a tensor is missing.
+        """
+        model = skeleton_of(self.checkpoint.path)
+        missing = lacking(model, plan_load(model, self.contents))
+        if missing:
+            raise CheckpointError(
+                f"checkpoint: {self.checkpoint.path} lacks {len(missing)} tensor(s) of the model, "
+                f"first {missing[0]}"
+            )
+
+    def check_taken(self, *, has_head: bool) -> None:
         """Refuse quantised matrices that no module of the engine has taken.
 
         Those of whole layers that the engine has not built belong to other ranks, or to a draft
         model.
 
+        Args:
+            has_head: whether this rank has what is outside of layers (`lm_head`).
+
         Raises
             CheckpointError: one of a layer that it has built, or of none.
         """
+        asked = {*self._asked, *([""] if has_head else [])}
         layers = [layer.prefix for layer in self.contents.experts if layer.is_packed]
         for name in (*layers, *(source.layer for source in self.contents.dense)):
-            match = _LAYER.match(self.rename(name) or name)
-            if name not in self._taken and (match[0] if match else "") in self._asked:
+            if name not in self._taken and _layer_of(name) in asked:
                 raise CheckpointError(
                     f"{name}: quantised in the checkpoint, the engine's model has no such module"
                 )
+
+    @property
+    def cache_scales(self) -> list[str]:
+        """Tensors of the file that are scales of a KV cache."""
+        return [n for n in self.checkpoint.headers if n.rpartition(".")[2] in _CACHE_SCALES]
 
     @property
     def patterns(self) -> list[re.Pattern[str]]:
@@ -152,13 +181,21 @@ class Model:
         }
 
 
-def why_not(name: str, config: Mapping[str, Any], model_type: str | None) -> str | None:
+def _layer_of(name: str) -> str:
+    """The number of the layer that a module or matrix is in; "" of none."""
+    match = _LAYER.match(name)
+    return match[1] if match else ""
+
+
+def why_not(
+    name: str, config: Mapping[str, Any], model_type: str | None, revision: str | None = None
+) -> str | None:
     """Why firesteel does not claim a checkpoint of its own accord; None where it does.
 
     Headers are read only of a checkpoint whose config says a format and a family that it reads.
 
     Args:
-        name: a folder, or a hub name.
+        name, revision: as `Model.open` has them.
         config: its quantization_config.
         model_type: of its config.
     """
@@ -166,7 +203,7 @@ def why_not(name: str, config: Mapping[str, Any], model_type: str | None) -> str
         return f"model_type: got {model_type!r}, supported families are {', '.join(FAMILIES)}"
     try:
         formats_for(config)
-        model = Model.open(name)
+        model = Model.open(name, revision)
     except FiresteelError as error:
         return str(error)
     if not any(layer.is_packed for layer in model.contents.experts):
