@@ -21,7 +21,7 @@ def indexer_picture(
             r
             for r in records
             if r["case"].startswith(f"{kind}-")
-            and r["cache_dtype"] == "e4m3"
+            and (r["cache_dtype"], r["route"]) == ("e4m3", "auto")
             and r["us"] is not None
         ),
         key=lambda r: r["context"],

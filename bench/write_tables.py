@@ -335,10 +335,11 @@ def indexer_table(records: Sequence[dict[str, Any]]) -> str:
     rows: list[list[str]] = []
     for r in records:
         shape = f"{r['requests']} x {r['rows_per_request']} rows, {r['heads']} heads"
+        route = "" if r["route"] == "auto" else f", {r['route']}"
         known = peers if r["cache_dtype"] == "e4m3" else {}
         rows.append(
             [
-                f"{r['case']}, {r['cache_dtype']}: {shape}",
+                f"{r['case']}, {r['cache_dtype']}{route}: {shape}",
                 _tenth(r["us"]),
                 _tenth(r["floor_us"]),
                 "" if r["us"] is None else f"{r['fraction_of_floor']:.2f}",
@@ -372,7 +373,7 @@ BENCHES: dict[str, tuple[tuple[str, ...], Callable[[Sequence[dict[str, Any]]], s
     "launch": (("model", "driver"), launch_table),
     "moe": (("shape", "recipe", "batch_invariant", "routing", "m"), moe_table),
     "counters": (("shape", "recipe", "m", "kernel"), counters_table),
-    "indexer": (("case", "cache_dtype"), indexer_table),
+    "indexer": (("case", "cache_dtype", "route"), indexer_table),
     "decode": (
         ("model", "layers", "recipe", "batch", "context", "experts", "graph"),
         decode_table,

@@ -27,6 +27,7 @@ def record(case: str, context: int, us: float | None, **changed: object) -> dict
         "context": context,
         "top_k": 2048,
         "cache_dtype": "e4m3",
+        "route": "auto",
         "us": us,
         "floor_us": 2.0,
         "fraction_of_floor": None if us is None else 2.0 / us,
@@ -86,6 +87,7 @@ def test_the_table_has_the_last_of_each_case(tables: ModuleType, tmp_path: Path)
         record("turnkey-8k", 8192, 10.0, torch_bf16_us=100.0),
         record("one-8k", 8192, None, score_error=None),
         record("turnkey-8k", 8192, 12.0, cache_dtype="bf16"),
+        record("turnkey-8k", 8192, 11.0, route="filtered"),
     )
     text = tables.render("indexer", tmp_path)
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
@@ -95,6 +97,7 @@ def test_the_table_has_the_last_of_each_case(tables: ModuleType, tmp_path: Path)
         f"| turnkey-8k, e4m3: {shape} | 10.0 | 2.0 | 0.20 | 2.5 + 5.0 | 15.7 | 100.0 | {tail}",
         f"| one-8k, e4m3: {shape} |  | 2.0 |  |  | 8.3 |  | 2 MB |  | NO |",
         f"| turnkey-8k, bf16: {shape} | 12.0 | 2.0 | 0.17 | 3.0 + 6.0 |  |  | {tail}",
+        f"| turnkey-8k, e4m3, filtered: {shape} | 11.0 | 2.0 | 0.18 | 2.8 + 5.5 | 15.7 |  | {tail}",
     ]
     assert "](images/indexer-turnkey.svg)" in text
 

@@ -72,6 +72,7 @@ def test_a_record_has_every_field(
         "context": 600,
         "top_k": 512,
         "cache_dtype": "e4m3",
+        "route": "auto",
         "exact": True,
         "differs": None,
         "dot_rounding": DOT_ROUNDING,

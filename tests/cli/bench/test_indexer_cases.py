@@ -58,45 +58,54 @@ def test_cases_are_of_the_kinds_that_the_table_has() -> None:
 
 
 def test_names_choose_and_none_is_all() -> None:
-    assert chosen_cases(None, {}, "e4m3") == tuple(CASES.values())
-    assert chosen_cases("one-8k, prefill-32k", {"mode": None}, "e4m3") == (
+    assert chosen_cases(None, {}, {}) == tuple(CASES.values())
+    assert chosen_cases("one-8k, prefill-32k", {"mode": None}, {}) == (
         CASES["one-8k"],
         CASES["prefill-32k"],
     )
 
 
 def test_a_case_of_one_s_own_has_the_numbers_given_and_a_name() -> None:
-    (case,) = chosen_cases(None, {"requests": 3, "context": 5000, "heads": None}, "e4m3")
+    (case,) = chosen_cases(None, {"requests": 3, "context": 5000, "heads": None}, {})
     assert (case.requests, case.rows, case.heads, case.context) == (3, 6, 32, 5000)
     assert (case.name, case.width) == ("decode-3x6-h32-k2048-5000", 79)
-    (case,) = chosen_cases(None, {"mode": "prefill", "top_k": 512}, "e4m3")
+    (case,) = chosen_cases(None, {"mode": "prefill", "top_k": 512}, {"route": "auto"})
     assert (case.requests, case.rows, case.top_k) == (1, 3072, 512)
 
 
 @pytest.mark.parametrize(
-    ("names", "own", "cache_dtype", "message"),
+    ("names", "own", "every", "message"),
     [
-        ("one-9k", {}, "e4m3", "--case: got 'one-9k', must be one of turnkey-8k, "),
-        ("", {}, "e4m3", "--case: got ''"),
-        ("one-8k", {"rows": 2}, "e4m3", "must not be given with --rows"),
-        (None, {"mode": "both"}, "e4m3", "--mode: got 'both', must be one of decode, prefill"),
-        (None, {"requests": 0}, "e4m3", "--requests: got 0, must be 1 or more"),
-        (None, {"rows": 0}, "e4m3", "--rows: got 0"),
-        (None, {"context": -1}, "e4m3", "--context: got -1"),
-        (None, {"mode": "prefill", "requests": 2}, "e4m3", "--requests: got 2, must be 1 with"),
-        (None, {"mode": "prefill", "context": 9}, "e4m3", "--rows: got 3072, must be at most"),
-        (None, {}, "int2", "--cache-dtype: got 'int2', must be one of e4m3"),
+        ("one-9k", {}, {}, "--case: got 'one-9k', must be one of turnkey-8k, "),
+        ("", {}, {}, "--case: got ''"),
+        ("one-8k", {"rows": 2}, {}, "must not be given with --rows"),
+        (None, {"mode": "both"}, {}, "--mode: got 'both', must be one of decode, prefill"),
+        (None, {"requests": 0}, {}, "--requests: got 0, must be 1 or more"),
+        (None, {"rows": 0}, {}, "--rows: got 0"),
+        (None, {"context": -1}, {}, "--context: got -1"),
+        (None, {"mode": "prefill", "requests": 2}, {}, "--requests: got 2, must be 1 with"),
+        (None, {"mode": "prefill", "context": 9}, {}, "--rows: got 3072, must be at most"),
+        (None, {}, {"cache_dtype": "int2"}, "--cache-dtype: got 'int2', must be one of e4m3"),
+        (None, {}, {"route": "stream"}, "--route: got 'stream', must be one of auto, filtered, t"),
     ],
 )
-def test_what_is_no_case_is_named(
-    names: str | None, own: dict, cache_dtype: str, message: str
-) -> None:
+def test_what_is_no_case_is_named(names: str | None, own: dict, every: dict, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match="got") as caught:
-        chosen_cases(names, own, cache_dtype)
+        chosen_cases(names, own, every)
     assert message in str(caught.value)
 
 
 def test_what_no_kernel_takes_is_named_by_the_spec() -> None:
-    (case,) = chosen_cases(None, {"top_k": 100}, "e4m3")
+    (case,) = chosen_cases(None, {"top_k": 100}, {})
     with pytest.raises(UnsupportedError, match="top_k: got 100"):
         case.spec()
+
+
+def test_a_route_is_that_of_decode_s_spec() -> None:
+    for route, is_filtered in (("auto", None), ("filtered", True), ("tiled", False)):
+        (case,) = chosen_cases("one-8k", {}, {"route": route})
+        spec = case.spec()
+        assert isinstance(spec, DecodeSpec)
+        assert spec.is_filtered is is_filtered
+        kernels = [each.key.name for each in spec.select(1, ())]
+        assert ("filter_kernel" in kernels) == (route == "filtered")

@@ -199,6 +199,7 @@ def indexer(
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Of one's own case: 2048.")] = None,
     cache_dtype: Annotated[str, typer.Option(help="How keys are stored: e4m3.")] = "e4m3",
+    route: Annotated[str, typer.Option(help="Of a decode: auto, filtered or tiled.")] = "auto",
     baseline: Annotated[bool, typer.Option(help="Also time torch's products and topk.")] = True,
     device: DeviceOption = None,
     as_json: JsonOption = False,
@@ -216,7 +217,7 @@ def indexer(
         "context": context_length,
         "top_k": top_k,
     }
-    chosen = chosen_cases(cases, own, cache_dtype)
+    chosen = chosen_cases(cases, own, {"cache_dtype": cache_dtype, "route": route})
     run(IndexerRequest(cases=chosen, device=device, baseline=baseline), as_json=as_json, out=out)
 
 

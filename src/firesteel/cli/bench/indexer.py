@@ -104,6 +104,7 @@ def _measure(case: Case, device: torch.device, request: IndexerRequest) -> dict[
         "context": case.context,
         "top_k": case.top_k,
         "cache_dtype": case.cache_dtype,
+        "route": case.route,
         "exact": found.differs is None,
         "differs": found.differs,
         "rows_exact": found.rows_exact,

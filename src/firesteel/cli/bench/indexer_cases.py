@@ -14,6 +14,8 @@ from firesteel.indexer.spec import DecodeSpec, PrefillSpec
 __all__ = ["CASES", "MODES", "Case", "chosen_cases"]
 
 MODES = ("decode", "prefill")
+ROUTES = {"auto": None, "filtered": True, "tiled": False}
+"""To `DecodeSpec.is_filtered`."""
 # By the type of the cache's keys: bytes of a key with its scale, and operations a second that
 # products of that type reach on an H200.
 KEY_BYTES = {"e4m3": HEAD_SIZE + 4}
@@ -36,6 +38,7 @@ class Case:
         context      keys of each request
         top_k        keys selected of each row
         cache_dtype  of keys
+        route        key of ROUTES: of a decode whose scores fit the workspace
     """
 
     name: str
@@ -46,11 +49,13 @@ class Case:
     context: int = 131072
     top_k: int = 2048
     cache_dtype: str = "e4m3"
+    route: str = "auto"
 
     def __post_init__(self) -> None:
         for option, value, allowed in (
             ("--mode", self.mode, MODES),
             ("--cache-dtype", self.cache_dtype, tuple(KEY_BYTES)),
+            ("--route", self.route, tuple(ROUTES)),
         ):
             if value not in allowed:
                 raise InvalidArgumentError(
@@ -101,6 +106,7 @@ class Case:
             width=self.width,
             rows=self.rows,
             has_scores=has_scores,
+            is_filtered=ROUTES[self.route],
         )
 
     @property
@@ -155,27 +161,29 @@ CASES = {
 
 
 def chosen_cases(
-    names: str | None, own: Mapping[str, str | int | None], cache_dtype: str
+    names: str | None, own: Mapping[str, str | int | None], every: Mapping[str, str]
 ) -> tuple[Case, ...]:
     """What is measured: cases by name, one of one's own, or, where neither is given, all.
 
     Args:
         names: with commas between.
         own: fields of a case by name; None of those that were not given.
+        every: fields that all cases take.
 
     Raises
         InvalidArgumentError: there is no such case, or both kinds are given.
     """
     given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    shared: dict[str, Any] = dict(every)
     if not given:
         found = tuple(CASES.values()) if names is None else _named(names)
-        return tuple(replace(case, cache_dtype=cache_dtype) for case in found)
+        return tuple(replace(case, **shared) for case in found)
     if names is not None:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InvalidArgumentError(f"--case: got {names!r}, must not be given with {options}")
     if given.get("mode") == "prefill":
         given = {"requests": 1, "rows": 3072, **given}
-    case = Case(name="", cache_dtype=cache_dtype, **given)
+    case = Case(name="", **given, **shared)
     name = f"{case.mode}-{case.requests}x{case.rows}-h{case.heads}-k{case.top_k}-{case.context}"
     return (replace(case, name=name),)
 
