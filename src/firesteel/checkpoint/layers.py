@@ -37,14 +37,14 @@ from firesteel.formats.base import Format, Scheme, TensorHeader
 from firesteel.formats.quantize import Recipe
 from firesteel.formats.registry import detect, formats_for
 
-__all__ = ["Contents", "ExpertLayer", "scan"]
+__all__ = ["CACHE_SCALES", "Contents", "ExpertLayer", "scan"]
 
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PART_NAMES = ("gate", "up", "down")
 # Scales of a quantised KV cache, which tools hang on the projections; kept, not read.
-_CACHE_SCALES = frozenset({"k_scale", "kv_scale", "q_scale", "v_scale"})
+CACHE_SCALES = frozenset({"k_scale", "kv_scale", "q_scale", "v_scale"})
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
-_BESIDE = _CACHE_SCALES | {"bias", "e_score_correction_bias"}
+_BESIDE = CACHE_SCALES | {"bias", "e_score_correction_bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +403,7 @@ class _Scanner:
                 source, added = self._quantized(form, layer, own)
                 found.append(source)
                 extras.extend(added)
-                extras.extend(tensors[suffix] for suffix in sorted(_CACHE_SCALES & set(tensors)))
+                extras.extend(tensors[suffix] for suffix in sorted(CACHE_SCALES & set(tensors)))
             elif "weight" in own and not self._is_beyond(layer):
                 self._check(own["weight"], self.checkpoint.headers[own["weight"]].shape)
         return found, extras

@@ -114,12 +114,15 @@ def index_specs(
         raise UnsupportedError(
             f"dtype: got {dtype}, kernels that keep keys as the host does have bfloat16 and float16"
         )
-    # What all three have in common where keys are not rounded.
-    common: dict[str, Any] = {"cache_dtype": _NAMES[dtype] if is_host else "e4m3"}
-    width = -(-max_keys // PAGE_TOKENS)
-    sizes: dict[str, Any] = {"num_heads": num_heads, "top_k": top_k, "width": width, **common}
+    cache_dtype = _NAMES[dtype] if is_host else "e4m3"
+    sizes: dict[str, Any] = {
+        "num_heads": num_heads,
+        "top_k": top_k,
+        "width": -(-max_keys // PAGE_TOKENS),
+        "cache_dtype": cache_dtype,
+    }
     return IndexSpecs(
-        writer=PageWriterSpec(dtype=_NAMES[dtype], **common),
+        writer=PageWriterSpec(dtype=_NAMES[dtype], cache_dtype=cache_dtype),
         decode=tuple(DecodeSpec(rows=rows, **sizes) for rows in range(1, MAX_ROWS + 1)),
         prefill=PrefillSpec(num_requests=max_requests, **sizes),
         max_requests=max_requests,

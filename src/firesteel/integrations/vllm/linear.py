@@ -29,10 +29,17 @@ _QKV = ("q", "k", "v")
 class _Expanded:
     """Fills the parameter of an engine's unquantised method, whose loader cuts it for the rank."""
 
-    _model: Model
-    _sources: Sequence[QuantizedSource | None]
+    def __init__(self, model: Model, sources: Sequence[QuantizedSource | None]) -> None:
+        super().__init__()
+        self._model = model
+        self._sources = sources
 
-    def expand(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Expand, then as the engine does."""
+        self._expand(layer)
+        super().process_weights_after_loading(layer)  # pyright: ignore
+
+    def _expand(self, layer: Any) -> None:
         """Read, round once to the parameter's type, and hand each matrix to the engine's loader.
 
         Raises
@@ -80,26 +87,6 @@ def _fitted(source: QuantizedSource, n: int, k: int) -> QuantizedSource:
 class FiresteelLinear(_Expanded, UnquantizedLinearMethod):
     """A linear of one or more matrices, of which some are quantised."""
 
-    def __init__(self, model: Model, sources: Sequence[QuantizedSource | None]) -> None:
-        super().__init__()
-        self._model = model
-        self._sources = sources
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Expand, then as the engine does."""
-        self.expand(layer)
-        super().process_weights_after_loading(layer)
-
 
 class FiresteelHead(_Expanded, UnquantizedEmbeddingMethod):
     """A quantised `lm_head`."""
-
-    def __init__(self, model: Model, sources: Sequence[QuantizedSource | None]) -> None:
-        super().__init__()
-        self._model = model
-        self._sources = sources
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Expand, then as the engine does."""
-        self.expand(layer)
-        super().process_weights_after_loading(layer)

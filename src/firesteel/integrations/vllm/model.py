@@ -10,7 +10,7 @@ from typing import Any
 
 from firesteel.checkpoint.families import FAMILIES
 from firesteel.checkpoint.files import Checkpoint, resolve
-from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
+from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer, scan
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.formats.registry import formats_for
@@ -27,8 +27,6 @@ _MERGED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
 }
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
-# Of a quantised KV cache, which no module of the plugin's takes.
-_CACHE_SCALES = ("k_scale", "kv_scale", "q_scale", "v_scale")
 
 
 @dataclass(slots=True)
@@ -147,7 +145,7 @@ class Model:
     @property
     def cache_scales(self) -> list[str]:
         """Tensors of the file that are scales of a KV cache."""
-        return [n for n in self.checkpoint.headers if n.rpartition(".")[2] in _CACHE_SCALES]
+        return [n for n in self.checkpoint.headers if n.rpartition(".")[2] in CACHE_SCALES]
 
     @property
     def patterns(self) -> list[re.Pattern[str]]:
