@@ -118,6 +118,7 @@ def test_a_missing_type_is_refused() -> None:
         ({"num_stages": 2.0}, "num_stages: .* has 2.0"),
         ({"pdl": 1}, "pdl, cooperative: .* must be True or False each"),
         ({"cooperative": None}, "pdl, cooperative: .* must be True or False each"),
+        ({"max_registers": 100}, "max_registers: .* must be 0 or a multiple of 8 from 32 to 248"),
     ],
 )
 def test_options_that_do_not_exist_are_refused(options: dict[str, Any], message: str) -> None:

@@ -38,6 +38,7 @@ keys = st.builds(
     num_stages=st.integers(0, 5),
     pdl=st.booleans(),
     cooperative=st.booleans(),
+    max_registers=st.sampled_from((0, 128)),
 )
 
 
@@ -150,6 +151,7 @@ def test_json_of_a_wrong_class_is_refused(name: str) -> None:
         ({"num_stages": "3"}, "key.num_stages: got '3', must be an integer"),
         ({"pdl": 1}, "key.pdl: got 1, must be true or false"),
         ({"cooperative": None}, "key.cooperative: got None, must be true or false"),
+        ({"max_registers": 1.5}, "key.max_registers: got 1.5, must be an integer"),
         ({"arguments": {"x": 5}}, "key.arguments.x: got 5, must be text"),
         (
             {"constexprs": {"A": [1]}},

@@ -130,9 +130,9 @@ def with_params(*params):
         ({"sequences": []}, TypeError, "sequences: got [], must be a tuple"),
         ({"sequences": ([],)}, TypeError, "sequences[0]: got [], must be a tuple"),
         (
-            {"sequences": ((LAUNCH,) * 17,)},
+            {"sequences": ((LAUNCH,) * 1025,)},
             InvalidArgumentError,
-            "sequences[0]: got 17 items, must be 0..16",
+            "sequences[0]: got 1025 items, must be 0..1024",
         ),
         ({"sequences": ((), (7,))}, TypeError, "sequences[1][0]: got 7, must be a tuple"),
         (

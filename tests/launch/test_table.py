@@ -368,7 +368,9 @@ def test_the_most_tokens_that_grids_have_room_for_are_named(axis: int, most: int
 def test_too_many_launches_are_refused() -> None:
     most = (launch_of(),) * MAX_LAUNCHES
     assert len(plan(Drawn(lambda m: most), 2).keys) == 1
-    with pytest.raises(InvalidArgumentError, match=r"select\(1\): 17 launches, must be at most 16"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"select\(1\): 1025 launches, must be at most 1024"
+    ):
         plan(Drawn(lambda m: (*most, most[0]) if m == 1 else most), 2)
 
 

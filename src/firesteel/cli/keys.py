@@ -70,6 +70,7 @@ def _fields(key: LaunchKey) -> dict[str, Hashable]:
         **dict(key.arguments),
         **{n: value for n, value in key.constexprs if value is not None and n not in twice},
         **{name: getattr(key, name) for name in ("num_warps", "pdl", "cooperative")},
+        "max_registers": key.max_registers or None,
         "num_stages": _num_stages(key),
     }
 

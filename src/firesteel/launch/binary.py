@@ -279,6 +279,7 @@ def _compile(kernel: Kernel, key: LaunchKey, target: str) -> Binary:
         "ptx_options": "",
         "launch_pdl": key.pdl,
         "launch_cooperative_grid": key.cooperative,
+        "maxnreg": key.max_registers or None,
         "debug": False,
         "sanitize_overflow": False,
     }

@@ -130,6 +130,7 @@ class Kernel:
         num_stages: int = 3,
         pdl: bool = False,
         cooperative: bool = False,
+        max_registers: int = 0,
     ) -> LaunchKey:
         """The key of one compiled form.
 
@@ -143,7 +144,7 @@ class Kernel:
                 or an integer that Triton would specialise.
         """
         values: Mapping[str, object] = {} if constexprs is None else constexprs
-        options = (num_warps, num_stages, pdl, cooperative)
+        options = (num_warps, num_stages, pdl, cooperative, max_registers)
         # As text, which tells True from 1 and 0.0 from -0.0.
         given = tuple((name, type(value), repr(value)) for name, value in values.items())
         asked = (tuple(types.items()), given, options)
@@ -157,7 +158,7 @@ class Kernel:
         self,
         types: Mapping[str, str | None],
         constexprs: Mapping[str, object],
-        options: tuple[int, int, bool, bool],
+        options: tuple[int, int, bool, bool, int],
     ) -> LaunchKey:
         constant = {parameter.name for parameter in self.parameters if parameter.is_constexpr}
         for what, given, known in (
@@ -260,12 +261,19 @@ def _is_compiled(function: object) -> bool:
     return getattr(function, "params", None) is not None
 
 
-def _check_options(name: str, warps: object, stages: object, *switches: object) -> None:
+def _check_options(
+    name: str, warps: object, stages: object, pdl: object, cooperative: object, registers: object
+) -> None:
     if type(warps) is not int or warps not in (1, 2, 4, 8, 16, 32):
         raise InvalidArgumentError(f"num_warps: {name} has {warps!r}, must be a power of 2 to 32")
     if type(stages) is not int or stages < 0:
         raise InvalidArgumentError(f"num_stages: {name} has {stages!r}, must be an integer from 0")
-    if not all(isinstance(switch, bool) for switch in switches):
+    if not (isinstance(pdl, bool) and isinstance(cooperative, bool)):
         raise InvalidArgumentError(
-            f"pdl, cooperative: {name} has {switches}, must be True or False each"
+            f"pdl, cooperative: {name} has {(pdl, cooperative)}, must be True or False each"
+        )
+    # A multiple of 8, as they are given out.
+    if type(registers) is not int or registers not in (0, *range(32, 256, 8)):
+        raise InvalidArgumentError(
+            f"max_registers: {name} has {registers!r}, must be 0 or a multiple of 8 from 32 to 248"
         )

@@ -32,7 +32,14 @@ ALIGNED = "@16"
 """Ends the type of a pointer that the compiler may take to be a multiple of 16 bytes."""
 
 _REQUIRED = {"kernel", "arguments", "constexprs"}
-_CLASSES = {"kernel": str, "num_warps": int, "num_stages": int, "pdl": bool, "cooperative": bool}
+_CLASSES = {
+    "kernel": str,
+    "num_warps": int,
+    "num_stages": int,
+    "pdl": bool,
+    "cooperative": bool,
+    "max_registers": int,
+}
 _WORDS = {str: "text", int: "an integer", bool: "true or false"}
 
 
@@ -49,6 +56,7 @@ class LaunchKey:
         num_stages   stages of the software pipeline
         pdl          programmatic dependent launch: may start before the kernel before it has ended
         cooperative  all programs are resident at once
+        max_registers  of a thread, so that more programs find room; 0 for as many as the code asks
     """
 
     kernel: str
@@ -58,6 +66,7 @@ class LaunchKey:
     num_stages: int = 3
     pdl: bool = False
     cooperative: bool = False
+    max_registers: int = 0
 
     def __eq__(self, other: object) -> bool:
         # True == 1 == 1.0, but they compile to different code. Equal keys still hash alike.
@@ -82,6 +91,7 @@ class LaunchKey:
             "num_stages": self.num_stages,
             "pdl": self.pdl,
             "cooperative": self.cooperative,
+            "max_registers": self.max_registers,
         }
 
     @classmethod
@@ -124,7 +134,7 @@ class LaunchKey:
     def differences(self, other: LaunchKey) -> tuple[str, ...]:
         """The fields in which `other` differs, each as "BLOCK_M: 16, nearest has 64"."""
         found: list[str] = []
-        for name in ("kernel", "num_warps", "num_stages", "pdl", "cooperative"):
+        for name in _CLASSES:
             found += _difference(name, getattr(self, name), getattr(other, name))
         for ours, theirs in (
             (dict(self.arguments), dict(other.arguments)),
@@ -143,6 +153,8 @@ class LaunchKey:
         words += [f"{name}={value}" for name, value in self.constexprs if value is not None]
         words += [f"num_warps={self.num_warps}", f"num_stages={self.num_stages}"]
         words += [name for name in ("pdl", "cooperative") if getattr(self, name)]
+        if self.max_registers:
+            words.append(f"max_registers={self.max_registers}")
         return f"{self.name}({', '.join(words)})"
 
 

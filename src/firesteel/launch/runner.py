@@ -147,7 +147,7 @@ class Runner(ABC):
         context: the context of the functions and of the streams.
         max_tokens: the largest count that `index` holds.
         index, rows: addresses of the tables, which `check_tables` let pass.
-        sequences: (launches, ...), each a tuple of at most 16
+        sequences: (launches, ...), each a tuple of at most 1024
             (function, threads, shared_bytes, flags, params). flags: 1 programmatic dependent
             launch, 2 cooperative, 3 both. params: at most 64 of (source, value) with source
             0: the constant `value`, 8 bytes; 1: call value number `value`; 2: row integer number

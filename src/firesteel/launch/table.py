@@ -33,7 +33,7 @@ __all__ = [
     "plan_count",
 ]
 
-MAX_LAUNCHES = 16
+MAX_LAUNCHES = 1024
 """Most launches of one call; a launcher holds room for so many."""
 
 _MAX_TOKENS = 1 << 24
