@@ -11,6 +11,8 @@ rounding is the writer kernel's (`firesteel.indexer.write`), and of its oracle.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def check_cache_dtype(cache_dtype: str) -> None:
     Raises
         UnsupportedError: none of `CACHE_DTYPES`.
     """
-    if cache_dtype not in CACHE_DTYPES:
+    if cache_dtype not in tuple(CACHE_DTYPES):
         raise UnsupportedError(
             f"cache_dtype: got {cache_dtype!r}, must be one of {', '.join(CACHE_DTYPES)}"
         )
@@ -67,12 +69,14 @@ def check_page_stride(page_stride: int, cache_dtype: str = "e4m3") -> None:
     """Refuse a distance of pages that no kernel takes.
 
     Raises
-        InvalidArgumentError: less than a page, or no multiple of 16.
+        InvalidArgumentError: no integer, less than a page, or no multiple of 16.
     """
     least = page_bytes(cache_dtype)
-    if not least <= page_stride < _MAX_STRIDE or page_stride % _ALIGNMENT:
+    given: Any = page_stride
+    is_integer = isinstance(given, int) and not isinstance(given, bool)
+    if not is_integer or not least <= given < _MAX_STRIDE or given % _ALIGNMENT:
         raise InvalidArgumentError(
-            f"page_stride: got {page_stride}, must be a multiple of {_ALIGNMENT} from {least}"
+            f"page_stride: got {given!r}, must be a multiple of {_ALIGNMENT} from {least}"
         )
 
 

@@ -27,8 +27,12 @@ def oracle_scores(inputs: Inputs) -> list[Tensor]:
     if "keys" in inputs:
         ranges = list(zip(inputs["k_start"].tolist(), inputs["k_end"].tolist(), strict=True))
         names = ("q", "w", "keys", "key_scales")
-        return range_scores_reference(*(inputs[name] for name in names), ranges)
-    pages = page_views(inputs["cache"], PAGE_BYTES)
+        return range_scores_reference(*(inputs.get(name) for name in names), ranges)
+    cache, dtype = inputs["cache"], inputs["q"].dtype
+    if dtype == torch.float8_e4m3fn:
+        pages = page_views(cache, PAGE_BYTES)
+    else:
+        pages = (cache.view(dtype).view(-1, 64, 128), None)
     rest = (inputs["page_table"], inputs["seq_lens"])
     found = decode_scores_reference(inputs["q"], inputs["w"], *pages, *rest)
     return [scores for of_request in found for scores in of_request]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from firesteel.cli.bench.indexer_cases import CASES, Case, chosen_cases
@@ -37,6 +39,11 @@ def test_floors_by_hand() -> None:
     us, words = many.floor()
     assert us == pytest.approx(55 * 64 * 256 / 1500e12 * 1e6)
     assert words == "products at 1500 TFLOP/s"
+    # Of 16 bits keys have no scale, and products half the rate.
+    case, many = (replace(each, cache_dtype="bf16") for each in (case, many))
+    assert case.floor() == (pytest.approx(20 * 256 / 4.3e12 * 1e6), "keys read once at 4.3 TB/s")
+    assert many.floor() == (pytest.approx(2 * us), "products at 750 TFLOP/s")
+    assert (case.spec().cache_dtype, many.spec().cache_dtype) == ("bf16", "bf16")
 
 
 def test_cases_are_of_the_kinds_that_the_table_has() -> None:

@@ -26,6 +26,7 @@ CASES = [
     Case(name="prefill", mode="prefill", requests=1, rows=7, heads=8, context=600, top_k=512),
     Case(name="prefill of a row", mode="prefill", requests=1, rows=1, context=700, top_k=512),
 ]
+HALVES = Case(name="bf16", requests=2, rows=1, heads=8, context=600, top_k=512, cache_dtype="bf16")
 BY_NAME = {"argvalues": CASES, "ids": [case.name for case in CASES]}
 DECODE = CASES[0]
 Outputs = Mapping[str, Tensor]
@@ -49,7 +50,7 @@ def check(case: Case, spoil: Spoil | None = None, baseline: Tensor | None = None
     return verify(case, operation, ready, random_inputs(case, CPU, 2), baseline=baseline)
 
 
-@pytest.mark.parametrize("case", **BY_NAME)
+@pytest.mark.parametrize("case", [*CASES, HALVES], ids=[*BY_NAME["ids"], "bf16"])
 def test_a_right_operation_is_exact(case: Case) -> None:
     selected = select_in_torch(random_inputs(case, CPU, 2)[0], 512).sort(dim=1).values
     found = check(case, baseline=selected)

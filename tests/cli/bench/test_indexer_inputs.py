@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ DECODE = Case(name="decode", requests=9, rows=2, heads=8, context=700, top_k=512
 PREFILL = Case(name="prefill", mode="prefill", requests=1, rows=40, heads=8, context=700, top_k=512)
 
 
-@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.name)
+HALVES = [
+    replace(DECODE, name="bf16", requests=2, cache_dtype="bf16"),
+    replace(PREFILL, name="fp16", rows=4, cache_dtype="fp16"),
+]
+
+
+@pytest.mark.parametrize("case", [DECODE, PREFILL, *HALVES], ids=lambda case: case.name)
 def test_inputs_are_of_the_operands_shapes(case: Case) -> None:
     made = [
         *random_inputs(case, CPU, 2),

@@ -17,6 +17,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaModel
 from firesteel.indexer.pages import CACHE_DTYPES, page_views
 from firesteel.indexer.reference import quantize_reference, top_k_reference
 from firesteel.indexer.spec import DecodeSpec, PageWriterSpec
+from firesteel.integrations.transformers import swap_indexers
 from firesteel.integrations.transformers.index_kernels import IndexKernels, IndexSpecs
 from firesteel.integrations.transformers.indexers import (
     IndexerOptions,
@@ -308,3 +309,30 @@ def swap_emulated(model: Any, **options: Any) -> IndexerReport:
 def on_kernels(family: str, **changes: Any) -> Any:
     """A little model of which kernels of 16 keys exist."""
     return little(family, index_head_dim=128, index_topk=16, **changes)
+
+
+def kernels_of(model: Any) -> Any:
+    """The kernels of a model's indexers, which share them."""
+    first, *others = [each.firesteel.kernels for each in indexers(model)]
+    assert all(other is first for other in others)
+    return first
+
+
+def runs_of(model: Any) -> dict[str, list[int]]:
+    """Counts of the calls of each operation since the last time asked."""
+    found = {}
+    for name, ready in kernels_of(model).ready.items():
+        if ready.runs:
+            found[name] = list(ready.runs)
+            ready.runs.clear()
+    return found
+
+
+def both(family: str, **changes: Any) -> tuple[Any, Any]:
+    """The same model twice: on PyTorch operators and on emulated kernels, with e4m3 keys."""
+    by_torch, model = on_kernels(family, **changes), on_kernels(family, **changes)
+    swap_indexers(by_torch)
+    report = swap_emulated(model)
+    assert report.num_layers == INDEXERS[family]
+    assert report.refused == {}
+    return by_torch, model

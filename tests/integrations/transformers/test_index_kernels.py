@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import math
 from typing import Any
 
 import pytest
@@ -12,17 +12,20 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from firesteel.errors import InvalidArgumentError
-from firesteel.integrations.transformers import restore_indexers, swap_indexers
+from firesteel.integrations.transformers import swap_indexers
 from firesteel.integrations.transformers.index_masks import IndexMask
+from tests.integrations.transformers.index_scores import parts_of
 from tests.integrations.transformers.indexer_models import (
     FAMILIES,
     INDEXERS,
+    both,
     forward,
     generated,
     indexers,
     on_kernels,
     prompt,
     recorded,
+    runs_of,
     small_top_k,
     swap_emulated,
 )
@@ -31,33 +34,6 @@ __all__ = ["small_top_k"]
 
 pytestmark = pytest.mark.usefixtures("small_top_k")
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-def kernels_of(model: Any) -> Any:
-    """The kernels of a model's indexers, which share them."""
-    first, *others = [each.firesteel.kernels for each in indexers(model)]
-    assert all(other is first for other in others)
-    return first
-
-
-def runs_of(model: Any) -> dict[str, list[int]]:
-    """Counts of the calls of each operation since the last time asked."""
-    found = {}
-    for name, ready in kernels_of(model).ready.items():
-        if ready.runs:
-            found[name] = list(ready.runs)
-            ready.runs.clear()
-    return found
-
-
-def both(family: str, **changes: Any) -> tuple[Any, Any]:
-    """The same model twice: on PyTorch operators and on emulated kernels, with e4m3 keys."""
-    by_torch, model = on_kernels(family, **changes), on_kernels(family, **changes)
-    swap_indexers(by_torch)
-    report = swap_emulated(model)
-    assert report.num_layers == INDEXERS[family]
-    assert report.refused == {}
-    return by_torch, model
 
 
 @pytest.mark.host
@@ -148,6 +124,11 @@ def test_pages_follow_what_is_done_to_the_cache():
         # A copy goes on from where it was made.
         again, copied = forward(model, prompt(4, 9, seed=4), copied)
         assert torch.equal(again, got)
+        # Fewer requests, then more.
+        for requests in ([3], [0, 0, 0]):
+            cache.reorder_cache(torch.tensor(requests))
+            got, cache = forward(model, prompt(len(requests), 3, seed=5), cache)
+            found.append(got)
         tokens.append(found)
     for theirs, mine in zip(*tokens, strict=True):
         assert torch.equal(mine, theirs)
@@ -165,6 +146,10 @@ def test_a_cache_can_be_reset():
         fresh = DynamicCache(config=model.config)
         fresh.reset()
         assert torch.equal(forward(model, prompt(2, 30, seed=5), fresh)[0], first)
+        fresh.reset()
+        # The oldest host keeps the length.
+        if fresh.get_seq_length() == 0:
+            assert torch.equal(forward(model, prompt(2, 30, seed=5)[:1], fresh)[0], first[:1])
         results.append(torch.cat([first, second], dim=1))
     assert torch.equal(*results)
 
@@ -205,6 +190,34 @@ def test_other_masks_select_by_pytorch_from_the_same_pages(kind):
             assert set(runs_of(model)) == {"write"}
         tokens.append(torch.cat(found, dim=1))
     assert torch.equal(*tokens)
+
+
+def test_a_key_that_was_hidden_when_new_is_never_lost_silently():
+    tokens: list[list[Tensor]] = []
+    ids, new = prompt(2, 30), prompt(2, 1, seed=4)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[0, :5] = mask[1, 27:] = 0
+    for model in both("glm_moe_dsa"):
+        found = []
+        got, cache = forward(model, ids, attention_mask=mask)
+        found.append(got[:, 5:27])
+        if indexers(model)[0].firesteel.kernels is not None:
+            copied = copy.deepcopy(cache)
+            with pytest.raises(InvalidArgumentError, match="attention_mask: shows a key that was"):
+                forward(model, new, copied)
+            assert copied.layers[0].index_pages.length == 30
+        # What is known of keys follows them; those that are taken back may be written again.
+        cache.crop(-3)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_select_indices(torch.tensor([1, 0, 0]))
+        late = torch.ones(3, 28, dtype=torch.long)
+        late[0, :5] = 0
+        got, cache = forward(model, new.repeat(2, 1)[:3], cache, attention_mask=late)
+        found.append(got)
+        tokens.append(found)
+    assert set(runs_of(model)) == {"write", "prefill", "decode 1"}
+    for theirs, mine in zip(*tokens, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_mask_is_looked_at_once_a_forward(monkeypatch):
@@ -255,6 +268,15 @@ def test_host_keys_in_pages_give_the_host_s_tokens(family, dtype):
     assert set(runs_of(model)) == {"write", "prefill", "decode 1"}
     assert torch.equal(forward(model, ids, attention_mask=mask)[0], wanted_window)
     assert set(runs_of(model)) == {"write"}
+    # As under autocast, where the norm gives fp32.
+    for module in indexers(model):
+        module.k_norm.register_forward_hook(lambda _, __, keys: keys.float())
+    with torch.no_grad(), recorded(model) as calls:
+        _, cache = forward(model, ids)
+    for (module, given, _), layer in zip(calls, cache.layers, strict=False):
+        keys = parts_of(module, given)[1]
+        assert torch.equal(layer.index_pages.keys(61)[0], keys.to(dtype))
+        assert not torch.equal(keys.to(dtype), keys)
 
 
 def on_torch(family: str) -> Any:
@@ -319,6 +341,18 @@ def test_rows_with_fewer_keys_end_in_one_that_is_hidden_from_them():
     for found in rows[1]:
         assert found[0, 9].tolist() == [*range(3, 10)] + [0] * 9
         assert found[1, 9].tolist() == [*range(10)] + [10] * 6
+    # Of a NaN key among so few that none is hidden the place goes to one that is selected.
+    for model in both("deepseek_v32"):
+        for module in indexers(model):
+            module.k_norm.register_forward_hook(lambda _, __, keys: with_nan(keys))
+        with recorded(model) as calls:
+            forward(model, prompt(1, 12))
+        assert calls[0][2][0, -1].tolist() == [*range(1, 12), 1]
+        assert calls[0][2][0, 0].tolist() == [1] * 12
+
+
+def with_nan(keys: Tensor) -> Tensor:
+    return torch.cat([keys[:, :1] * math.nan, keys[:, 1:]], dim=1)
 
 
 @every_family
@@ -337,79 +371,3 @@ def test_without_a_mask_rows_see_what_their_position_ids_say(family):
         assert torch.equal(found[1], wanted[1])
         assert torch.equal(found[0, 20:].amax(dim=-1) <= torch.arange(19, 39), torch.ones(20) > 0)
     assert "prefill" in runs_of(models[1])
-
-
-def test_limits_are_named():
-    _, model = both("glm_moe_dsa")
-    with pytest.raises(InvalidArgumentError, match="257 keys a request, max_keys of swap_indexers"):
-        forward(model, prompt(1, 257))
-    _, cache = forward(model, prompt(1, 250))
-    with pytest.raises(InvalidArgumentError, match=r"cache: 257 keys a request, .* is 256"):
-        forward(model, prompt(1, 7), cache)
-    with pytest.raises(
-        InvalidArgumentError, match=r"batch: got 5 requests, max_requests of .* is 4"
-    ):
-        forward(model, prompt(5, 3))
-    with pytest.raises(InvalidArgumentError, match="got 5 requests"), torch.no_grad():
-        model(prompt(5, 3), use_cache=False)
-    _, cache = forward(model, prompt(3, 5))
-    cache.batch_repeat_interleave(2)
-    with pytest.raises(InvalidArgumentError, match="got 6 requests"):
-        forward(model, prompt(6, 1), cache)
-    cache = StaticCache(model.config, max_cache_len=300)
-    with pytest.raises(InvalidArgumentError, match=r"a static one of 300 keys, max_keys .* is 256"):
-        forward(model, prompt(1, 5), cache)
-    with pytest.raises(InvalidArgumentError, match="its layer is a DynamicLayer, must be one of"):
-        forward(model, prompt(), DynamicCache())
-    _, cache = forward(model, prompt(2, 5))
-    with pytest.raises(InvalidArgumentError, match="got 4 columns, must have one for each of 6"):
-        forward(model, prompt(2, 1), cache, attention_mask=torch.zeros(2, 1, 1, 4))
-    assert cache.layers[0].index_pages.length == 5
-    with pytest.raises(InvalidArgumentError, match="cache: holds 2 requests, the call has 1"):
-        indexers(model)[0]._pages(kernels_of(model), cache, 1)
-
-
-def test_a_cache_belongs_to_the_kernels_that_filled_it():
-    by_torch, model = both("deepseek_v32")
-    _, cache = forward(by_torch, prompt())
-    with pytest.raises(InvalidArgumentError, match="index keys from before swap_indexers"):
-        forward(model, prompt(2, 1), cache)
-    _, cache = forward(model, prompt())
-    swap_emulated(model)
-    for _ in range(2):
-        with pytest.raises(
-            InvalidArgumentError, match=r"in pages of kernels .* must be a new cache"
-        ):
-            forward(model, prompt(2, 1), cache)
-        restore_indexers(model)
-
-
-def test_a_model_that_is_moved_leaves_the_kernels_and_says_so(caplog):
-    by_torch, model = both("glm_moe_dsa")
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert [each.firesteel.kernels for each in indexers(copied)] == [None, None]
-    wanted = generated(by_torch, prompt(2, 30))
-    assert generated(copied, prompt(2, 30)) == wanted
-    assert caplog.text == ""
-    model.to("cpu")
-    assert caplog.text.count("swap_indexers puts it on kernels again") == 2
-    assert [each.firesteel.kernels for each in indexers(model)] == [None, None]
-    assert generated(model, prompt(2, 30)) == wanted
-
-
-def test_all_layers_share_plans_tables_and_workspace():
-    _, model = both("deepseek_v32")
-    kernels = kernels_of(model)
-    assert list(kernels.ready) == ["write", "prefill", *(f"decode {n}" for n in range(1, 9))]
-    _, cache = forward(model, prompt(2, 20))
-    forward(model, prompt(2, 1), cache)
-    bound = {name: ready.binds for name, ready in kernels.ready.items() if ready.binds}
-    assert bound == {"write": 3, "prefill": 3, "decode 1": 3}
-    pages = [layer.index_pages for layer in cache.layers]
-    where = [each.data.data_ptr() for each in pages]
-    for step in range(3):
-        forward(model, prompt(2, 1, seed=step), cache)
-    # Nothing is bound or moved while decoding.
-    assert {name: ready.binds for name, ready in kernels.ready.items() if ready.binds} == bound
-    assert [each.data.data_ptr() for each in pages] == where
-    assert [each.seq_lens.tolist() for each in pages] == [[24, 24]] * 3

@@ -148,12 +148,7 @@ def test_a_decoded_token_launches_each_layer_s_operations_and_no_more(
         # The stub writes nothing, and the host must not index by what memory held.
         return select(*args).zero_()
 
-    def whole(pages: IndexPages, num_keys: int) -> Tensor:
-        # Nor must what it held be taken for padding.
-        return torch.ones(pages.batch, num_keys, dtype=torch.bool)
-
     monkeypatch.setattr(IndexKernels, "select", zeroed)
-    monkeypatch.setattr(IndexPages, "is_valid", whole)
     model = little("deepseek_v32", index_head_dim=128, index_topk=512)
     report = swap_with(model, OPTIONS, lambda specs, device: kernels_on(driver, specs, device))
     assert report.num_layers == 3

@@ -293,6 +293,10 @@ def test_a_model_without_indexers_and_a_replaced_forward_are_refused():
     with pytest.raises(UnsupportedError, match="Linear has no indexer, must be of GlmMoeDsa, Dee"):
         swap_indexers(torch.nn.Linear(2, 2))
     model = little("glm_moe_dsa")
+    indexers(model)[1].__class__ = type("MyIndexer", (glm.GlmMoeDsaIndexer,), {})
+    with pytest.raises(UnsupportedError, match=r"layers.1.self_attn.indexer: is a MyIndexer, a su"):
+        swap_indexers(model)
+    model = little("glm_moe_dsa")
     indexers(model)[1].forward = print
     with pytest.raises(UnsupportedError, match=r"layers.1.self_attn.indexer.forward: was replaced"):
         swap_indexers(model)

@@ -198,7 +198,7 @@ def indexer(
         typer.Option("--context", help="Keys of each request of one's own case: 131072."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Of one's own case: 2048.")] = None,
-    cache_dtype: Annotated[str, typer.Option(help="How keys are stored: e4m3.")] = "e4m3",
+    cache_dtype: Annotated[str, typer.Option(help="Of q and keys: e4m3, bf16 or fp16.")] = "e4m3",
     route: Annotated[str, typer.Option(help="Of a decode: auto, filtered or tiled.")] = "auto",
     baseline: Annotated[bool, typer.Option(help="Also time torch's products and topk.")] = True,
     device: DeviceOption = None,

@@ -111,7 +111,7 @@ def _measure(case: Case, device: torch.device, request: IndexerRequest) -> dict[
         "rows_bounded": found.rows_bounded,
         "tied_rows": found.tied_rows,
         "score_error": found.score_error,
-        "dot_rounding": DOT_ROUNDING,
+        "dot_rounding": DOT_ROUNDING[case.cache_dtype],
         "workspace_bytes": operation.workspace_bytes,
         "rotated": len(inputs),
         **{name: None for name in ("us", "us_p20", "us_p80", "fraction_of_floor")},
@@ -130,13 +130,15 @@ def _measure(case: Case, device: torch.device, request: IndexerRequest) -> dict[
 
 
 def _times(operation: Operation, inputs: Sequence[Inputs], floor: float) -> dict[str, Any]:
-    """Of whole calls, and of each launch alone."""
+    """Of whole calls, and of what each launch adds to those before it."""
     times = _graph_us(operation, inputs)
     us = statistics.median(times)
     launches: list[dict[str, Any]] = []
-    # In order: each reads what those before left in the workspace.
-    for said, alone in operation.launches():
-        launches.append({**said, "us": statistics.median(_graph_us(alone, inputs))})
+    before = 0.0
+    for said, until in operation.launches():
+        until_us = statistics.median(_graph_us(until, inputs))
+        launches.append({**said, "us": until_us - before})
+        before = until_us
     return {
         "us": us,
         "us_p20": statistics.quantiles(times, n=5)[0],

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from firesteel.cli.bench.moe import BANDWIDTH
 from firesteel.errors import InvalidArgumentError
-from firesteel.indexer.pages import HEAD_SIZE, PAGE_TOKENS
+from firesteel.indexer.pages import CACHE_DTYPES, HEAD_SIZE, PAGE_TOKENS
 from firesteel.indexer.spec import DecodeSpec, PrefillSpec
 
 __all__ = ["CASES", "MODES", "Case", "chosen_cases"]
@@ -18,8 +20,8 @@ ROUTES = {"auto": None, "filtered": True, "tiled": False}
 """To `DecodeSpec.is_filtered`."""
 # By the type of the cache's keys: bytes of a key with its scale, and operations a second that
 # products of that type reach on an H200.
-KEY_BYTES = {"e4m3": HEAD_SIZE + 4}
-MATRIX_RATE = {"e4m3": 1500e12}
+KEY_BYTES = {"e4m3": HEAD_SIZE + 4, "bf16": 2 * HEAD_SIZE, "fp16": 2 * HEAD_SIZE}
+MATRIX_RATE = {"e4m3": 1500e12, "bf16": 750e12, "fp16": 750e12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,7 @@ class Case:
                 num_heads=self.heads,
                 top_k=self.top_k,
                 num_keys=self.context,
+                cache_dtype=self.cache_dtype,
                 has_scores=has_scores,
             )
         return DecodeSpec(
@@ -105,9 +108,15 @@ class Case:
             top_k=self.top_k,
             width=self.width,
             rows=self.rows,
+            cache_dtype=self.cache_dtype,
             has_scores=has_scores,
             is_filtered=ROUTES[self.route],
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q and keys."""
+        return CACHE_DTYPES[self.cache_dtype]
 
     @property
     def key_bytes(self) -> int:

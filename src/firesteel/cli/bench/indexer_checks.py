@@ -16,11 +16,11 @@ __all__ = [
     "score_fault",
 ]
 
-DOT_ROUNDING = 2.0**-10
-"""What a Hopper's sum of e4m3 products may be off by, as a part of the sum of the magnitudes.
+DOT_ROUNDING = {"e4m3": 2.0**-10, "bf16": 2.0**-16, "fp16": 2.0**-16}
+"""What a Hopper's sum of 128 products may be off by, as a part of the sum of the magnitudes.
 
-Judgement, not a measurement: it keeps 13 bits below the leading one of each sum. The record has
-what was seen, `score_error`.
+By the type of the keys. Judgement, not a measurement: of e4m3 it keeps 13 bits below the leading
+one of each sum, of 16-bit ones it adds up in fp32. The record has what was seen, `score_error`.
 """
 
 
@@ -71,9 +71,9 @@ def layout_fault(indices: Tensor, lengths: Tensor, rows: Tensor | None = None) -
     return None
 
 
-def score_bound(magnitudes: Tensor, num_heads: int) -> Tensor:
+def score_bound(magnitudes: Tensor, num_heads: int, cache_dtype: str = "e4m3") -> Tensor:
     """How far fp32 scores may lie from float64, as `score_bound_reference` has it."""
-    rounding = DOT_ROUNDING + (num_heads + 1) * 2.0**-24
+    rounding = DOT_ROUNDING[cache_dtype] + (num_heads + 1) * 2.0**-24
     return 1.01 * rounding * magnitudes + 2.0**-140
 
 
@@ -137,6 +137,7 @@ def score_fault(
     starts: Tensor,
     *,
     num_heads: int,
+    cache_dtype: str = "e4m3",
     rows: Tensor | None = None,
 ) -> tuple[str | None, float]:
     """Whether selected scores `[r, k]` are near float64 and then -inf, and their error.
@@ -154,7 +155,7 @@ def score_fault(
     sums = magnitudes.gather(1, places)
     parts = torch.where(error > 0, error / sums, 0.0)
     largest = float(parts.max())
-    at = _first(error > score_bound(sums, num_heads))
+    at = _first(error > score_bound(sums, num_heads, cache_dtype))
     if at is not None:
         row = _number(rows, at[0])
         return (

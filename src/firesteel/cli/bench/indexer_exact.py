@@ -175,11 +175,12 @@ def _bounded(
         of_rows = block.scores(has_magnitudes=True)
         scores, magnitudes = of_rows.scores, of_rows.magnitudes
         assert magnitudes is not None
-        bound = score_bound(magnitudes, case.heads)
+        bound = score_bound(magnitudes, case.heads, case.cache_dtype)
         yield bound_fault(mine, scores, bound, block.starts, block.rows)
         fault, error = score_fault(
             *(selected[block.rows], mine, scores, magnitudes, block.starts),
             num_heads=case.heads,
+            cache_dtype=case.cache_dtype,
             rows=block.rows,
         )
         found.score_error = max(found.score_error, error)

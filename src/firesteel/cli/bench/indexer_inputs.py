@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from firesteel.cli.bench.indexer_cases import Case
-from firesteel.indexer.pages import HEAD_SIZE, PAGE_BYTES, PAGE_TOKENS, page_views
+from firesteel.indexer.pages import (
+    HEAD_SIZE,
+    PAGE_TOKENS,
+    page_bytes,
+    page_values,
+    page_views,
+)
 from firesteel.indexer.spec import DecodeSpec, PrefillSpec
 from firesteel.launch.key import DTYPES
 
@@ -32,7 +38,6 @@ MAX_ROTATED = 160
 UNIT = 8
 """Scores of `exact_inputs` are multiples of 1 / UNIT."""
 
-_E4M3 = torch.float8_e4m3fn
 # Keys that are drawn at a time.
 _DRAWN = 1 << 20
 _HOLES = 1 / 16
@@ -42,13 +47,15 @@ _REPEATS = 64
 _NO_PAGE = 2**31 - 1
 
 _Keys = Callable[[int], tuple[Tensor, Tensor]]
-"""So many keys: values `[n, 128]` e4m3, scales `[n]` fp32."""
+"""So many keys: values `[n, 128]` of the case's type, scales `[n]` fp32, which 16 bits go without.
+"""
 
 
 def calls_to_rotate(case: Case) -> int:
     """Calls in turn, so many that what one reads has left L2 when it comes again; two at least."""
     rows = case.requests * case.rows
-    each = case.key_bytes + rows * (case.heads * HEAD_SIZE + 4 * case.top_k)
+    row_bytes = case.heads * HEAD_SIZE * case.dtype.itemsize + 4 * case.top_k
+    each = case.key_bytes + rows * row_bytes
     return min(MAX_ROTATED, max(2, -(-COLD_BYTES // each)))
 
 
@@ -62,11 +69,11 @@ def random_inputs(case: Case, device: torch.device, calls: int) -> list[Inputs]:
     def keys(count: int) -> tuple[Tensor, Tensor]:
         values = torch.randn(count, HEAD_SIZE, generator=generator, device=device)
         scales = torch.rand(count, generator=generator, device=device) + 0.1
-        return values.to(_E4M3), scales
+        return values.to(case.dtype), scales
 
     def rows(*shape: int) -> tuple[Tensor, Tensor]:
         q = torch.randn(*shape, HEAD_SIZE, generator=generator, device=device)
-        return q.to(_E4M3), torch.randn(shape, generator=generator, device=device)
+        return q.to(case.dtype), torch.randn(shape, generator=generator, device=device)
 
     if case.mode == "prefill":
         return [_prefill(case, keys, rows, device) for _ in range(calls)]
@@ -86,25 +93,28 @@ def exact_inputs(case: Case, device: torch.device, *, is_ragged: bool) -> Inputs
     magnitude 512 at most, ten bits with its sign, where a Hopper keeps 13 of a sum of e4m3 products
     below the leading one. Weights are halves from -1 to 1.5, scales powers of two from 1/4 to 4:
     a score is a multiple of 1/8 below 2^18, which fp32 holds. Each key stands in some 64 places, so
-    ties are everywhere. A key in 16 has a NaN scale; of a decode also a page in 16 is missing.
+    ties are everywhere. A key in 16 has a NaN, as its scale or, of 16 bits, as its last number; of
+    a decode also a page in 16 is missing.
 
     Args:
         is_ragged: requests and rows have lengths and ranges of all kinds, and not the case's.
     """
     generator = torch.Generator(device).manual_seed(1)
     few = max(8, case.context // _REPEATS)
-    pool = _small(2, few, HEAD_SIZE, generator=generator).to(_E4M3)
+    pool = _small(2, few, HEAD_SIZE, generator=generator).to(case.dtype)
     pool_scales = torch.exp2(_small(2, few, generator=generator))
 
     def keys(count: int) -> tuple[Tensor, Tensor]:
         which = torch.randint(few, (count,), generator=generator, device=device)
         is_hole = torch.rand(count, generator=generator, device=device) < _HOLES
-        values = pool.view(torch.uint8)[which].view(_E4M3)
+        values = pool.view(torch.uint8)[which].view(case.dtype)
+        if case.cache_dtype != "e4m3":
+            values[is_hole, -1] = math.nan
         return values, pool_scales[which].masked_fill(is_hole, math.nan)
 
     def rows(*shape: int) -> tuple[Tensor, Tensor]:
         w = torch.randint(-2, 4, shape, generator=generator, device=device) / 2
-        return _small(2, *shape, HEAD_SIZE, generator=generator).to(_E4M3), w
+        return _small(2, *shape, HEAD_SIZE, generator=generator).to(case.dtype), w
 
     if case.mode == "prefill":
         found = _prefill(case, keys, rows, device)
@@ -149,7 +159,7 @@ def _prefill(
     last = torch.arange(case.context - case.rows + 1, case.context + 1, device=device)
     return {
         "keys": values,
-        "key_scales": scales,
+        **({"key_scales": scales} if case.cache_dtype == "e4m3" else {}),
         "q": q,
         "w": w,
         "k_start": torch.zeros_like(last, dtype=torch.int32),
@@ -161,18 +171,20 @@ def _pages(
     case: Case, keys: _Keys, calls: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """A cache of so many calls' pages in any order, and the pages `[calls * requests, width]`."""
-    device = generator.device
+    device, stride = generator.device, page_bytes(case.cache_dtype)
     pages = calls * case.requests * case.width
-    cache = torch.zeros(pages * PAGE_BYTES, dtype=torch.uint8, device=device)
-    values, scales = page_views(cache, PAGE_BYTES)
+    cache = torch.zeros(pages * stride, dtype=torch.uint8, device=device)
+    values = page_values(cache, stride, case.cache_dtype).view(torch.uint8)
+    scales = page_views(cache, stride)[1] if case.cache_dtype == "e4m3" else None
     step = _DRAWN // PAGE_TOKENS
     for first in range(0, pages, step):
         place = slice(first, min(first + step, pages))
         count = place.stop - place.start
         drawn, of_drawn = keys(count * PAGE_TOKENS)
         # As bytes: not every torch copies e4m3 with strides.
-        values.view(torch.uint8)[place] = drawn.view(torch.uint8).view(count, PAGE_TOKENS, -1)
-        scales[place] = of_drawn.view(count, PAGE_TOKENS)
+        values[place] = drawn.view(torch.uint8).view(count, PAGE_TOKENS, -1)
+        if scales is not None:
+            scales[place] = of_drawn.view(count, PAGE_TOKENS)
     order = torch.randperm(pages, generator=generator, device=device)
     return cache, order.view(-1, case.width).int()
 

@@ -1,4 +1,4 @@
-"""The indexer's specs made ready for measurement: whole calls, and each launch by itself."""
+"""The indexer's specs made ready for measurement: whole calls, and their first launches."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from firesteel.device import device_target
 from firesteel.indexer.spec import DecodeSpec, PrefillSpec
 from firesteel.launch import Arena, Flags, Launch, Operand, Region, Spec, plan, prewarm
 
-__all__ = ["Call", "OneLaunch", "Operation"]
+__all__ = ["Call", "FirstLaunches", "Operation"]
 
 
 @dataclass(frozen=True, slots=True)
-class OneLaunch:
-    """A spec of which each call makes one launch only, and nothing where it has no such.
+class FirstLaunches:
+    """A spec of which each call makes so many launches only.
 
-    It reads what the launches before it left in the workspace, which it never writes: the same
-    launch may be repeated.
+    What a launch takes is what it adds to those before it: by itself, over and over, it could find
+    what it counts in as it left it, and not as a call does.
 
     Fields
-        spec   the whole
-        place  of the launch, from 0
+        spec    the whole
+        number  of launches, or fewer where a call has fewer
     """
 
     spec: Spec
-    place: int
+    number: int
 
     @property
     def title(self) -> str:
         """One line for logs."""
-        return f"launch {self.place} of {self.spec.title}"
+        return f"{self.number} launches of {self.spec.title}"
 
     def flags(self) -> Mapping[str, tuple[str, ...]]:
         """As the whole."""
@@ -51,12 +51,12 @@ class OneLaunch:
         return self.spec.workspace(num_tokens)
 
     def select(self, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
-        """The launch alone."""
-        return self.spec.select(num_tokens, flags)[self.place : self.place + 1]
+        """The first launches."""
+        return self.spec.select(num_tokens, flags)[: self.number]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"place": self.place, **self.spec.as_dict()}
+        return {"number": self.number, **self.spec.as_dict()}
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Operation:
         count: int,
         device: torch.device,
         *,
-        place: int | None = None,
+        number: int | None = None,
         arena: Arena | None = None,
     ) -> None:
         self.spec = spec = spec.for_target(device_target(device))
         self._device = device
-        made = plan(spec if place is None else OneLaunch(spec, place), count)
+        made = plan(spec if number is None else FirstLaunches(spec, number), count)
         self._ready = prewarm(made, device=device)
         self._arena = self._ready.arena() if arena is None else arena
         self._count = count
@@ -109,13 +109,18 @@ class Operation:
         return Call(partial(bound.run, *passed), outputs)
 
     def launches(self) -> list[tuple[dict[str, Any], Operation]]:
-        """Each launch of a full call: its kernel and grid, and the operation that is it alone.
+        """Each launch of a full call: its kernel and grid, and the operation of those up to it.
 
-        They share the workspace, so each must be run after the ones before it.
+        Of a call that goes in slices those of the first.
         """
         found: list[tuple[dict[str, Any], Operation]] = []
-        for place, launch in enumerate(self.spec.select(self._count, ())):
+        launches = self.spec.select(self._count, ())
+        for number, launch in enumerate(launches, 1):
+            if found and launch.key == launches[0].key:
+                break
             kernel = launch.key.kernel.rpartition(".")[2].removesuffix("_kernel")
-            alone = Operation(self.spec, self._count, self._device, place=place, arena=self._arena)
-            found.append(({"kernel": kernel, "grid": list(launch.grid)}, alone))
+            until = Operation(
+                self.spec, self._count, self._device, number=number, arena=self._arena
+            )
+            found.append(({"kernel": kernel, "grid": list(launch.grid)}, until))
         return found

@@ -2,7 +2,8 @@
 
 The oracle has every row's scores in float64, a block of rows at a time, and what must be selected
 of scores that nothing rounds. It shares no code with the kernels. The baseline is what torch's
-operators take for the same call: products in bf16, added up in fp32, and torch.topk.
+operators take for the same call: products in bf16, of fp16 keys in fp16, added up in fp32, and
+torch.topk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from firesteel.cli.bench.indexer_inputs import UNIT, Inputs
-from firesteel.indexer.pages import HEAD_SIZE, PAGE_BYTES, PAGE_TOKENS, page_views
+from firesteel.indexer.pages import (
+    CACHE_DTYPES,
+    HEAD_SIZE,
+    PAGE_TOKENS,
+    page_bytes,
+    page_values,
+    page_views,
+)
 
 __all__ = [
     "Block",
@@ -34,7 +42,6 @@ _BLOCK_ROWS = 256
 _MOST_WIDE = 2e13
 _MOST_EXACT = 1e15
 _LEAST = -(2**63)
-_E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,9 @@ class Block:
 
     Fields
         rows    which of the call's, int64 [r]
-        q, w    [r, H, 128] e4m3 and [r, H]
-        values  [T, 128] e4m3
-        scales  [T]; NaN of a key that is missing
+        q, w    [r, H, 128] of the keys' type and [r, H]
+        values  [T, 128]
+        scales  [T]; 1 of 16-bit keys, NaN of a key that is missing
         starts  [r] int64: the first key of each row, at which its positions begin
         ends    [r] int64: past the last
     """
@@ -104,7 +111,7 @@ class Block:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Of e4m3 in float64, by way of fp32: not every torch converts at once."""
+    """In float64, of e4m3 by way of fp32: not every torch converts at once."""
     return values.float().double()
 
 
@@ -124,7 +131,7 @@ def blocks(inputs: Inputs, *, is_exact: bool = False) -> Iterator[Block]:
     """
     q, w = inputs["q"], inputs["w"]
     if "page_table" not in inputs:
-        values, scales = inputs["keys"], inputs["key_scales"]
+        values, scales = inputs["keys"], _key_scales(inputs)
         starts = inputs["k_start"].long().clamp(0, len(values))
         ends = inputs["k_end"].long().clamp(0, len(values))
         each = w.shape[1] * HEAD_SIZE * len(values)
@@ -133,10 +140,10 @@ def blocks(inputs: Inputs, *, is_exact: bool = False) -> Iterator[Block]:
         chosen = torch.arange((len(q) - 1) % stride, len(q), stride, device=q.device)
         as_bytes = q.view(torch.uint8)
         for rows in chosen.split(_BLOCK_ROWS):
-            own = as_bytes[rows].view(_E4M3)
+            own = as_bytes[rows].view(q.dtype)
             yield Block(rows, own, w[rows], values, scales, starts[rows], ends[rows])
         return
-    pages, page_scales = page_views(inputs["cache"], PAGE_BYTES)
+    pages, page_scales = _views(inputs)
     requests, rows = q.shape[:2]
     width = inputs["page_table"].shape[1]
     drafts = torch.arange(rows - 1, -1, -1, device=q.device)
@@ -161,7 +168,28 @@ def blocks(inputs: Inputs, *, is_exact: bool = False) -> Iterator[Block]:
 
 def _taken(pages: Tensor, which: Tensor) -> Tensor:
     """Pages by their numbers; as bytes, since torch indexes no e4m3 everywhere."""
-    return pages.view(torch.uint8)[which].view(_E4M3)
+    return pages.view(torch.uint8)[which].view(pages.dtype)
+
+
+def _views(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The values `[pages, 64, 128]` and scales `[pages, 64]` of a cache; 1 of 16-bit keys."""
+    cache, dtype = inputs["cache"], inputs["q"].dtype
+    name = next(name for name, each in CACHE_DTYPES.items() if each == dtype)
+    values = page_values(cache, page_bytes(name), name)
+    if name == "e4m3":
+        return values, page_views(cache, page_bytes(name))[1]
+    return values, torch.ones((), device=cache.device).expand(values.shape[:2])
+
+
+def _key_scales(inputs: Inputs) -> Tensor:
+    """`[T]`, of contiguous keys; 1 of 16-bit ones."""
+    keys = inputs["keys"]
+    return inputs.get("key_scales", torch.ones((), device=keys.device).expand(len(keys)))
+
+
+def _halves(values: Tensor) -> Tensor:
+    """In 16 bits; bf16 of e4m3, which loses nothing."""
+    return values if values.dtype == torch.float16 else values.bfloat16()
 
 
 def exact_selection(scores: Tensor, starts: Tensor, top_k: int) -> Tensor:
@@ -192,18 +220,18 @@ def select_in_torch(inputs: Inputs, top_k: int) -> Tensor:
     q, w, step = inputs["q"], inputs["w"], _step(inputs)[0]
     if "page_table" not in inputs:
         # [1, T, 128]
-        keys, scales = inputs["keys"].bfloat16()[None], inputs["key_scales"][None]
+        keys, scales = _halves(inputs["keys"])[None], _key_scales(inputs)[None]
         parts = zip(q.split(step), w.split(step), inputs["k_end"].split(step), strict=True)
         found = [_best(a[None], b[None], keys, scales, c[None], top_k) for a, b, c in parts]
         return torch.cat(found)
-    pages, page_scales = page_views(inputs["cache"], PAGE_BYTES)
+    pages, page_scales = _views(inputs)
     table = inputs["page_table"].long()
     drafts = torch.arange(q.shape[1] - 1, -1, -1, device=q.device)
     ends = inputs["seq_lens"][:, None] - drafts
     found: list[Tensor] = []
     for first in range(0, len(q), step):
         place = slice(first, first + step)
-        keys = _taken(pages, table[place]).bfloat16().flatten(1, 2)
+        keys = _halves(_taken(pages, table[place])).flatten(1, 2)
         scales = page_scales[table[place]].flatten(1)
         found.append(_best(q[place], w[place], keys, scales, ends[place], top_k))
     return torch.cat(found)
@@ -227,14 +255,15 @@ def baseline_bytes(inputs: Inputs) -> int:
     rows = step * inputs["w"][0].numel() // inputs["w"].shape[-1]
     total = each // inputs["w"][0].numel()
     keys = total if "keys" in inputs else step * total
-    return 2 * (4 * step * each + 3 * HEAD_SIZE * keys + 24 * rows * total)
+    key_bytes = (2 + inputs["q"].dtype.itemsize) * HEAD_SIZE * keys
+    return 2 * (4 * step * each + key_bytes + 24 * rows * total)
 
 
 def _best(q: Tensor, w: Tensor, keys: Tensor, scales: Tensor, ends: Tensor, top_k: int) -> Tensor:
     """Of q `[B, n, H, 128]`, w `[B, n, H]`, keys `[B, T, 128]`, scales `[B, T]`, ends `[B, n]`."""
     requests, rows, heads = w.shape
     total = keys.shape[1]
-    dots = _products(q.bfloat16().flatten(1, 2), keys.transpose(1, 2)).relu_()
+    dots = _products(_halves(q).flatten(1, 2), keys.transpose(1, 2)).relu_()
     scores = torch.bmm(w.reshape(-1, 1, heads), dots.view(requests * rows, heads, total))
     scores = scores.view(requests, rows, total).mul_(scales[:, None])
     t = torch.arange(total, device=q.device)
@@ -243,7 +272,7 @@ def _best(q: Tensor, w: Tensor, keys: Tensor, scales: Tensor, ends: Tensor, top_
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Of bf16 matrices in fp32: not rounded to bf16, which would select other keys."""
+    """Of 16-bit matrices in fp32: not rounded to bf16, which would select other keys."""
     if a.is_cuda:
         return torch.bmm(a, b, out_dtype=torch.float32)
     # A CPU has no such product; its fp32 is as exact.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from firesteel.indexer.spec import (
     PageWriterSpec,
     PrefillSpec,
 )
-from firesteel.integrations.transformers.index_pages import IndexPages
+from firesteel.integrations.transformers.index_pages import IndexPages, ScratchPages
 from firesteel.integrations.transformers.kernels import Arenas
 from firesteel.launch import Arena, Bound, Ready
+from firesteel.launch.key import DTYPES
 from firesteel.launch.spec import Spec
 
 __all__ = ["IndexKernels", "IndexSpecs", "KeyRows", "index_specs"]
@@ -39,6 +40,7 @@ class IndexSpecs:
 
     Fields
         writer, decode, prefill  the operations; decode of 1, 2, .. rows, more of which are prefill
+        max_keys                 most keys of a request; pages are whole ones
         max_requests, max_rows   largest counts of decode, and of writer and prefill
         cache_dtype              of the keys in pages
     """
@@ -46,6 +48,7 @@ class IndexSpecs:
     writer: PageWriterSpec
     decode: tuple[DecodeSpec, ...]
     prefill: PrefillSpec
+    max_keys: int
     max_requests: int
     max_rows: int
     cache_dtype: torch.dtype
@@ -58,13 +61,11 @@ class IndexSpecs:
         """
         if self.cache_dtype not in _SIXTEEN_BITS and int(target.removeprefix("sm_")) < 89:
             raise UnsupportedError(f"device: {target}, kernels for e4m3 keys need sm_89 or later")
-        return IndexSpecs(
+        return replace(
+            self,
             writer=self.writer.for_target(target),
             decode=_supported(self.decode, target),
             prefill=self.prefill.for_target(target),
-            max_requests=self.max_requests,
-            max_rows=self.max_rows,
-            cache_dtype=self.cache_dtype,
         )
 
 
@@ -125,6 +126,7 @@ def index_specs(
         writer=PageWriterSpec(dtype=_NAMES[dtype], cache_dtype=cache_dtype),
         decode=tuple(DecodeSpec(rows=rows, **sizes) for rows in range(1, MAX_ROWS + 1)),
         prefill=PrefillSpec(num_requests=max_requests, **sizes),
+        max_keys=max_keys,
         max_requests=max_requests,
         max_rows=max_rows,
         cache_dtype=dtype if is_host else torch.float8_e4m3fn,
@@ -176,7 +178,9 @@ class IndexKernels:
     ) -> None:
         self.specs = specs
         self.device = device
+        self.max_keys = specs.max_keys
         self.cache_dtype = specs.cache_dtype
+        self.key_dtype = DTYPES[specs.writer.dtype]
         self.has_scales = specs.cache_dtype not in _SIXTEEN_BITS
         self.page_bytes = specs.prefill.page_stride
         self.width = specs.decode[0].width
@@ -188,15 +192,10 @@ class IndexKernels:
         self._arenas = Arenas(num_bytes, device)
         self._stream_of = stream_getter(device)
         self._tables: dict[int, Tensor] = {}
-        self._scratch: dict[int, IndexPages] = {}
+        self._scratch: dict[int, tuple[IndexPages, threading.Lock]] = {}
         self._lock = threading.Lock()
         self._table(self.width)
         self._scratch_of(self._stream())
-
-    @property
-    def max_keys(self) -> int:
-        """Most keys of a request."""
-        return self.width * PAGE_TOKENS
 
     def check_batch(self, batch: int) -> None:
         """Refuse more requests than were planned.
@@ -218,25 +217,25 @@ class IndexKernels:
         """
         self.check_batch(pages.batch)
         length = (pages.length or 0) + num_rows
-        if length > pages.capacity:
+        if length > self.max_keys:
             raise InvalidArgumentError(
                 f"cache: {length} keys a request, max_keys of swap_indexers is {self.max_keys}"
             )
+        if length > pages.capacity:
+            raise InvalidArgumentError(
+                f"cache: {length} keys a request, a static one has pages for {pages.capacity}"
+            )
 
-    def scratch(self, batch: int) -> IndexPages:
+    def scratch(self, batch: int) -> ScratchPages:
         """Empty pages for a call without a cache; the next call without one writes them again."""
         self.check_batch(batch)
-        whole = self._scratch_of(self._stream())
-        pages = IndexPages.__new__(IndexPages)
-        pages.__dict__.update(whole.__dict__)
-        pages.data, pages.length = whole.data[:batch], 0
-        pages.seq_lens = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        return pages
+        return ScratchPages(*self._scratch_of(self._stream()), batch)
 
     def write(self, pages: IndexPages, keys: Tensor, rows: KeyRows) -> None:
-        """Put new keys `[B, S, 128]` into pages."""
+        """Put new keys `[B, S, 128]` into pages, rounded to the model's type first."""
         bound = self._bound(pages, "write")
-        flat = keys.reshape(-1, HEAD_SIZE)
+        # Under autocast the host's norm gives fp32 of a 16-bit model, which its products round.
+        flat = keys.reshape(-1, HEAD_SIZE).to(self.key_dtype)
         for start in range(0, len(flat), self.specs.max_rows):
             part = slice(start, start + self.specs.max_rows)
             bound.run(flat[part], rows.slots[part])
@@ -244,8 +243,9 @@ class IndexKernels:
     def select(self, pages: IndexPages, q: Tensor, w: Tensor, rows: KeyRows) -> Tensor:
         """Positions int32 `[B, S, top_k]`, -1 at the end, of q `[B, S, H, 128]` and w `[B, S, H]`.
 
-        q has the pages' dtype; w is fp32 and holds all that is not the keys'.
+        q is rounded to the pages' dtype; w is fp32 and holds all that is not the keys'.
         """
+        q = q.to(self.cache_dtype)
         batch, num_rows = q.shape[:2]
         top_k = self.specs.prefill.top_k
         shape = (batch, num_rows, top_k)
@@ -271,7 +271,7 @@ class IndexKernels:
         stream = self._stream()
         found = pages.bounds.get((name, stream))
         if found is None:
-            tensors = {"cache": pages.data.view(-1)}
+            tensors = {"cache": pages.memory}
             if name == "prefill":
                 tensors["page_table"] = self._table(pages.num_pages)
             flags = {"slots": "i64"} if name == "write" else {}
@@ -294,15 +294,21 @@ class IndexKernels:
                 found = self._tables[num_pages] = table.int()
             return found
 
-    def _scratch_of(self, stream: int) -> IndexPages:
+    def _scratch_of(self, stream: int) -> tuple[IndexPages, threading.Lock]:
         with self._lock:
             found = self._scratch.get(stream)
             if found is None:
-                found = IndexPages(self, self.specs.max_requests, self.width, is_static=False)
-                self._scratch[stream] = found
+                pages = IndexPages(self, self.specs.max_requests, self.width, is_static=False)
+                found = self._scratch[stream] = (pages, threading.Lock())
             return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexKernels:
         """A copied cache stays with the kernels that its pages are made for."""
         del memo
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "cache: its index keys are in pages of kernels of this process, cannot be pickled; "
+            "restore_indexers, then a new cache, gives one that can be"
+        )

@@ -52,17 +52,20 @@ class IndexMask:
         return scores.masked_fill(self.hidden(rows, keys), -math.inf)
 
     def first_hidden(self) -> Tensor:
-        """int32 `[B, S, 1]`: the first key that is hidden from a row; 0 where none is.
-
-        What a row that has fewer keys than are asked for gives in place of a key: the host's own
-        rows end in hidden keys too, which its attention leaves out.
-        """
-        found = [
-            # argmax of bool does not exist on every device.
-            self.hidden(rows).to(torch.int8).argmax(dim=-1, keepdim=True)
-            for rows in self.chunks()
-        ]
+        """int32 `[B, S, 1]`: the first key that is hidden from a row; -1 where none is."""
+        found: list[Tensor] = []
+        for rows in self.chunks():
+            # Neither max nor argmax of bool exists on every device.
+            is_hidden, first = self.hidden(rows).to(torch.int8).max(dim=-1, keepdim=True)
+            found.append(first.masked_fill(is_hidden == 0, -1))
         return torch.cat(found, dim=1).int()
+
+    def shows(self, lost: Tensor) -> Tensor:
+        """bool `[]`: whether a row sees one of the keys that are lost, bool `[B, T]`."""
+        found = torch.zeros((), dtype=torch.bool, device=lost.device)
+        for rows in self.chunks():
+            found |= (lost[:, None] & ~self.hidden(rows)).any()
+        return found
 
     def seen(self, positions: Tensor) -> Tensor:
         """bool `[B, S]`: whether row s sees the key at `positions[b, s]`, int64."""

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -19,7 +20,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
 from firesteel.device import is_capturing
-from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.errors import FiresteelError, InvalidArgumentError, UnsupportedError
 from firesteel.indexer.torch_backend import round_to_e4m3, top_k_keys
 from firesteel.integrations.transformers.index_kernels import IndexKernels, KeyRows
 from firesteel.integrations.transformers.index_masks import IndexMask
@@ -60,23 +61,58 @@ class _Last(threading.local):
 
 
 @dataclass(slots=True)
+class SharedState:
+    """What all indexers of a swapped model share.
+
+    Fields
+        on_kernels  how many run on kernels
+        is_warned   whether it was said that some of them no longer do
+        last        the last forward, of each thread
+    """
+
+    on_kernels: int = 0
+    is_warned: bool = False
+    last: _Last = field(default_factory=_Last)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a copy's indexers none is on kernels; said here, where a copy comes by once."""
+        if self.on_kernels:
+            log.warning(
+                "a model was copied or pickled: the copy's indexers run on the PyTorch path; "
+                "swap_indexers puts them on kernels again"
+            )
+        return (SharedState, ())
+
+    def leave(self) -> None:
+        """Count an indexer that leaves the kernels, and say so of the first."""
+        self.on_kernels -= 1
+        if not self.is_warned:
+            self.is_warned = True
+            log.warning(
+                "indexers were moved or converted: they run on the PyTorch path from here; "
+                "swap_indexers puts them on kernels again"
+            )
+
+
+@dataclass(slots=True)
 class IndexerState:
-    """How the indexers of a model run.
+    """How an indexer of a model runs.
 
     Fields
         keys         "e4m3" or "host"
         check_masks  whether a mask is looked at before kernels are used
-        kernels      None where they run on PyTorch operators
+        kernels      None where it runs on PyTorch operators
+        shared       the same of all indexers of the model
     """
 
     keys: str
     check_masks: bool
     kernels: IndexKernels | None
-    last: _Last = field(default_factory=_Last)
+    shared: SharedState
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles go without kernels, which belong to this process and device."""
-        return (IndexerState, (self.keys, self.check_masks, None))
+        return (IndexerState, (self.keys, self.check_masks, None, self.shared))
 
 
 class SwappedIndexer(nn.Module):
@@ -112,7 +148,8 @@ class SwappedIndexer(nn.Module):
     ) -> Tensor:
         """int32 `[B, S, min(index_topk, T)]`: the keys of each row, ascending.
 
-        A row that sees fewer ends in a key that is hidden from it.
+        A row that has fewer ends in a key that is hidden from it, as the host's own rows do, whose
+        attention leaves it out; where none is hidden, as with a NaN among the keys, in its first.
 
         Args:
             hidden_states: `[B, S, K]`.
@@ -124,7 +161,8 @@ class SwappedIndexer(nn.Module):
             past_key_values: what older versions name the cache.
 
         Raises
-            InvalidArgumentError: a cache of another indexer, or more keys or requests than planned.
+            InvalidArgumentError: a cache of another indexer, more keys or requests than planned, or
+                a mask that shows a key which was hidden when it was new.
             UnsupportedError: a bool mask, where the host is too old for one, or a mask under CUDA
                 graph capture that would have to be checked.
         """
@@ -176,7 +214,7 @@ class SwappedIndexer(nn.Module):
         keys, scales = (stored, None) if self.firesteel.keys == "host" else _unpacked(stored)
         mask = IndexMask(attention_mask, position_ids, q.shape[0], q.shape[1], keys.shape[1])
         found = self._selected(q, w, keys, scales, mask)
-        return torch.where(found < 0, mask.first_hidden(), found)
+        return _filled(found, mask.first_hidden())
 
     def _selected(
         self, q: Tensor, w: Tensor, keys: Tensor, scales: Tensor | None, mask: IndexMask
@@ -188,7 +226,8 @@ class SwappedIndexer(nn.Module):
         else:
             q, w = self._rounded(q, w)
             options = {"key_scales": scales}
-        return top_k_keys(q, w, keys, mask.apply, top_k=self.index_topk, **options)
+        with nullcontext() if scales is None else _without_autocast(q.device.type):
+            return top_k_keys(q, w, keys, mask.apply, top_k=self.index_topk, **options)
 
     def _rounded(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """q in e4m3, and w with its scales and the softmax's."""
@@ -211,22 +250,29 @@ class SwappedIndexer(nn.Module):
         pages = self._pages(kernels, cache, batch)
         kernels.check_room(pages, num_rows)
         num_keys = self._num_keys(pages, num_rows, attention_mask, cache)
-        pages.grow(num_rows)
         mask = IndexMask(attention_mask, position_ids, batch, num_rows, num_keys)
-        forward = self._forward_of(pages, mask, cache)
+        pages.grow(num_rows)
+        try:
+            forward = self._forward_of(pages, mask, cache)
+        except FiresteelError:
+            pages.crop(num_rows)
+            raise
         if forward.padding is not None:
             k = k.masked_fill(forward.padding, math.nan)
-        kernels.write(pages, k, forward.rows)
-        if forward.is_standard:
+            if self.firesteel.check_masks:
+                pages.hide(forward.rows.positions, forward.padding.squeeze(-1))
+        with pages.turn:
+            kernels.write(pages, k, forward.rows)
+            if not forward.is_standard:
+                found = self._selected(q, w, *pages.keys(num_keys), mask)
+                return _filled(found, forward.first_hidden)
             if kernels.has_scales:
                 q, w = self._rounded(q, w)
             else:
                 w = w * self.softmax_scale
             width = min(self.index_topk, num_keys)
             found = kernels.select(pages, q, w, forward.rows)[..., :width]
-        else:
-            found = self._selected(q, w, *pages.keys(num_keys), mask)
-        return torch.where(found < 0, forward.first_hidden, found)
+        return _filled(found, forward.first_hidden)
 
     def _pages(self, kernels: IndexKernels, cache: Any, batch: int) -> IndexPages:
         if cache is None:
@@ -263,7 +309,7 @@ class SwappedIndexer(nn.Module):
         Layers come in order, so a layer that is not after the last one begins another forward,
         even one of the same mask.
         """
-        last = self.firesteel.last
+        last = self.firesteel.shared.last
         # Hooks that move what a module is given make masks of their own for each layer.
         mask_key = None if "_hf_hook" in self.__dict__ else mask.key()
         key = (mask_key, id(cache), mask.num_rows, pages.length, pages.data.device)
@@ -274,18 +320,24 @@ class SwappedIndexer(nn.Module):
         return last.forward
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        if self.firesteel.kernels is not None:
-            # The state is this module's own; what is shared is behind `last`.
+        before = self._kinds()
+        found = super()._apply(fn, recurse)
+        if self.firesteel.kernels is not None and self._kinds() != before:
             self.firesteel.kernels = None
-            log.warning(
-                "an indexer was moved or converted: it runs on the PyTorch path from here; "
-                "swap_indexers puts it on kernels again"
-            )
-        return super()._apply(fn, recurse)
+            self.firesteel.shared.leave()
+        return found
+
+    def _kinds(self) -> list[tuple[torch.device, torch.dtype]]:
+        return [(each.device, each.dtype) for each in self.parameters()]
 
 
 def _look_at(pages: IndexPages, mask: IndexMask, check: bool) -> Forward:
-    """Check a forward's mask: the one wait for the device, and none where it is trusted."""
+    """Check a forward's mask: the one wait for the device, and none where it is trusted.
+
+    Raises
+        InvalidArgumentError: it shows keys that are lost.
+        UnsupportedError: it would have to be waited for under CUDA graph capture.
+    """
     rows = KeyRows.of(pages, mask.num_rows)
     is_seen = mask.seen(rows.positions)
     is_standard, has_padding = True, True
@@ -295,12 +347,34 @@ def _look_at(pages: IndexPages, mask: IndexMask, check: bool) -> Forward:
                 "attention_mask: cannot be looked at under CUDA graph capture; swap_indexers with "
                 "check_masks=False promises that masks are causal with padding"
             )
-        is_valid = pages.is_valid(mask.num_keys).scatter(1, rows.positions, is_seen)
-        flags = torch.stack([mask.differs(rows.positions, is_valid), ~is_seen.all()])
-        differs, has_padding = flags.tolist()
+        is_kept = pages.is_valid(mask.num_keys).scatter(1, rows.positions, True)
+        is_valid = is_kept.scatter(1, rows.positions, is_seen)
+        flags = [mask.differs(rows.positions, is_valid), ~is_seen.all()]
+        if pages.hidden is not None:
+            flags.append(mask.shows(~is_kept))
+        differs, has_padding, *shows_lost = torch.stack(flags).tolist()
+        if any(shows_lost):
+            raise InvalidArgumentError(
+                "attention_mask: shows a key that was hidden from its own row when it was new, and "
+                "so was not kept; must hide it for as long as the cache lives (a model whose "
+                "indexers run on PyTorch operators keeps such keys)"
+            )
         is_standard = not differs
     padding = ~is_seen.unsqueeze(-1) if has_padding and is_standard else None
     return Forward(rows, is_standard, padding, mask.first_hidden())
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Products are fp32 in it, as on kernels; autocast's are 16-bit, as the host's own then are."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _filled(found: Tensor, first_hidden: Tensor) -> Tensor:
+    """Selections `[B, S, k]` with a key in place of -1: a hidden one, or the row's first again."""
+    filler = torch.where(first_hidden < 0, found[..., :1].clamp(min=0), first_hidden)
+    return torch.where(found < 0, filler, found)
 
 
 def _packed(keys: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ host's.
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from firesteel.integrations.transformers.index_kernels import IndexKernels
     from firesteel.launch import Bound
 
-__all__ = ["IndexPages", "PagedDynamicLayer", "PagedStaticLayer", "adopt"]
+__all__ = ["IndexPages", "PagedDynamicLayer", "PagedStaticLayer", "ScratchPages", "adopt"]
 
 
 class IndexPages:
@@ -31,7 +33,9 @@ class IndexPages:
         data      uint8 `[B, pages, page_bytes]`
         seq_lens  int32 `[B]`: keys that each request has
         length    the same on the host; None where only the device knows (static caches)
-        bounds    operations bound to `data`, by kind and stream
+        hidden    bool `[B, capacity]`: keys that were hidden from their own rows, and so written as
+                  NaN; None where none was
+        bounds    operations bound to `memory`, by kind and stream
     """
 
     def __init__(
@@ -44,7 +48,18 @@ class IndexPages:
             self.data = torch.empty(shape, dtype=torch.uint8, device=kernels.device)
             self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=kernels.device)
         self.length: int | None = None if is_static else 0
+        self.hidden: Tensor | None = None
         self.bounds: dict[tuple[str, int], Bound] = {}
+
+    @property
+    def memory(self) -> Tensor:
+        """uint8 `[bytes]`: what operations are bound to."""
+        return self.data.view(-1)
+
+    @property
+    def turn(self) -> AbstractContextManager[object]:
+        """Held from where keys are written to where they were selected from."""
+        return nullcontext()
 
     @property
     def batch(self) -> int:
@@ -77,20 +92,29 @@ class IndexPages:
         self.seq_lens -= num_tokens
         if self.length is not None:
             self.length -= num_tokens
+        if self.hidden is not None:
+            self.hidden &= (
+                torch.arange(self.capacity, device=self.data.device) < (self.seq_lens[:, None])
+            )
 
     def reset(self, length: int) -> None:
         """Forget all; where the host keeps its length, as 5.16 does, keys are zeros."""
         if length:
             self.data.zero_()
+        self.hidden = None
         self.seq_lens.fill_(length)
         if self.length is not None:
             self.length = length
 
     def reorder(self, requests: Tensor) -> None:
-        """Request b becomes a copy of `requests[b]`; the pages stay where they are."""
+        """Request b becomes a copy of `requests[b]`; of as many, the pages stay where they are."""
+        if len(requests) != self.batch:
+            self.select(requests)
+            return
         live = self.num_pages if self.length is None else -(-self.length // PAGE_TOKENS)
         part = self.data[:, :live]
-        part.copy_(part.index_select(0, requests.to(part.device)))
+        for each in (part,) if self.hidden is None else (part, self.hidden):
+            each.copy_(each.index_select(0, requests.to(each.device)))
 
     def repeat(self, repeats: int) -> None:
         """Take each request so many times; what was bound is bound anew."""
@@ -101,7 +125,17 @@ class IndexPages:
         """Take these requests; what was bound is bound anew."""
         with torch.inference_mode(False):
             self.data, self.seq_lens = self.data[requests], self.seq_lens[requests]
+            if self.hidden is not None:
+                self.hidden = self.hidden[requests]
         self.bounds.clear()
+
+    def hide(self, positions: Tensor, is_hidden: Tensor) -> None:
+        """Note which of the keys at int64 `[B, S]` are written as NaN, bool `[B, S]`."""
+        if self.hidden is None:
+            shape = (self.batch, self.capacity)
+            with torch.inference_mode(False):
+                self.hidden = torch.zeros(shape, dtype=torch.bool, device=self.data.device)
+        self.hidden.scatter_(1, positions, is_hidden)
 
     def keys(self, num_keys: int) -> tuple[Tensor, Tensor | None]:
         """The first keys `[B, T, 128]`, and the scales `[B, T]` of those of e4m3; a copy."""
@@ -113,14 +147,11 @@ class IndexPages:
         return values.reshape(self.batch, -1, HEAD_SIZE)[:, :num_keys], scales
 
     def is_valid(self, num_keys: int) -> Tensor:
-        """bool `[B, T]`: whether a key is no padding, which is written as NaN.
-
-        Means nothing past what was written.
-        """
-        live = self.data[:, : -(-num_keys // PAGE_TOKENS)]
-        # All of a key that is padding is NaN; e4m3 has no isnan on every device.
-        first = self._values(live)[..., 0].float()
-        return ~first.isnan().reshape(self.batch, -1)[:, :num_keys]
+        """bool `[B, T]`: whether a key was not hidden from its own row."""
+        if self.hidden is None:
+            shape = (self.batch, num_keys)
+            return torch.ones(shape, dtype=torch.bool, device=self.data.device)
+        return ~self.hidden[:, :num_keys]
 
     def _values(self, live: Tensor) -> Tensor:
         """`[B, pages, 64, 128]` of pages."""
@@ -131,6 +162,36 @@ class IndexPages:
     def __getstate__(self) -> dict[str, Any]:
         """Copies bind for themselves."""
         return {**self.__dict__, "bounds": {}}
+
+
+class ScratchPages(IndexPages):
+    """The first requests of pages that all calls without a cache on one stream share.
+
+    Fields
+        whole  the pages of as many requests as were planned
+        lock   held by the call whose keys are in them
+    """
+
+    def __init__(self, whole: IndexPages, lock: threading.Lock, batch: int) -> None:
+        self.kernels = whole.kernels
+        self.data, self.bounds = whole.data[:batch], whole.bounds
+        self.seq_lens = torch.zeros_like(whole.seq_lens[:batch])
+        self.length, self.hidden = 0, None
+        self.whole, self.lock = whole, lock
+
+    @property
+    def memory(self) -> Tensor:
+        """All of the pages, so that what is bound serves every number of requests."""
+        return self.whole.memory
+
+    @property
+    def turn(self) -> AbstractContextManager[object]:
+        """The lock: a call of another thread's must not write in between."""
+        return self.lock
+
+    def hide(self, positions: Tensor, is_hidden: Tensor) -> None:
+        """Nothing: no later call has these keys."""
+        del positions, is_hidden
 
 
 class _PagedLayer:
@@ -205,7 +266,11 @@ def adopt(layers: list[Any], layer_idx: int, kernels: IndexKernels, batch: int) 
         pages = layer.index_pages
         if pages.kernels is not kernels:
             layer.update_indexer(pages.seq_lens)
-        return pages
+        if pages.length == 0 and pages.batch != batch:
+            # After a reset any number of requests may begin.
+            kernels.check_batch(batch)
+            layer.index_pages = IndexPages(kernels, batch, pages.num_pages, is_static=False)
+        return layer.index_pages
     kind = _PAGED.get(type(layer))
     if kind is None:
         raise InvalidArgumentError(
@@ -220,10 +285,10 @@ def adopt(layers: list[Any], layer_idx: int, kernels: IndexKernels, batch: int) 
     num_pages = kernels.width
     if is_static:
         num_pages = -(-layer.max_cache_len // PAGE_TOKENS)
-        if num_pages > kernels.width:
+        if layer.max_cache_len > kernels.max_keys:
             raise InvalidArgumentError(
                 f"cache: a static one of {layer.max_cache_len} keys, max_keys of swap_indexers is "
-                f"{kernels.width * PAGE_TOKENS}"
+                f"{kernels.max_keys}"
             )
     kernels.check_batch(batch)
     made: Any = kind.__new__(kind)

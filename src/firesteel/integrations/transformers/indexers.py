@@ -131,17 +131,19 @@ def swap_indexers(
     saved stay as they are. A model that is swapped already is swapped anew. See docs/indexer.md.
 
     Args:
-        model: on its devices already; moving it later takes its indexers off the kernels.
+        model: on its devices already; moving or converting it later takes its indexers off the
+            kernels, and copies and pickles go without them.
         keys: "e4m3" keeps index keys in 8 bits with a scale each; "host" in the model's own type.
-        max_keys: of a request. On kernels a cache takes pages for so many at its first call.
+        max_keys: of a request. On kernels a cache takes whole pages for so many at its first call.
         max_requests: of a batch, beams included; on kernels.
         max_rows: new tokens of a launch; a longer prefill runs in slices of it.
         check_masks: look at the mask once a forward, which waits for the GPU; False promises that
-            masks are causal, but for padding whose keys no later mask shows.
+            masks are causal, but for padding whose keys no later mask shows (such keys are lost).
         settings: the environment's by default.
 
     Raises
-        UnsupportedError: the model has no such indexer, or one whose forward was replaced.
+        UnsupportedError: the model has no such indexer, or one of a subclass or whose forward was
+            replaced.
         InvalidArgumentError: an option or setting has a value that is not allowed.
     """
     options = IndexerOptions(
@@ -158,17 +160,22 @@ def swap_indexers(
 
 def swap_with(model: nn.Module, options: IndexerOptions, make: MakeKernels) -> IndexerReport:
     """`swap_indexers` with kernels that `make` makes."""
-    from firesteel.integrations.transformers.index_modules import SWAPPED, IndexerState
+    from firesteel.integrations.transformers.index_modules import (
+        SWAPPED,
+        IndexerState,
+        SharedState,
+    )
 
     restore_indexers(model)
-    found = {path: each for path, each in model.named_modules() if type(each) in SWAPPED}
+    kinds = tuple(SWAPPED)
+    found = {path: each for path, each in model.named_modules() if isinstance(each, kinds)}
     if not found:
         raise UnsupportedError(
             f"model: {type(model).__name__} has no indexer, must be of "
             f"{', '.join(kind.__name__.removesuffix('Indexer') for kind in SWAPPED)}"
         )
     for path, module in found.items():
-        _check_forward(path, module)
+        _check_forward(path, module, kinds)
     made: dict[tuple[IndexSpecs, torch.device], IndexKernels] = {}
     layers: dict[str, str] = {}
     kernels_of: dict[str, IndexKernels | None] = {}
@@ -182,9 +189,9 @@ def swap_with(model: nn.Module, options: IndexerOptions, make: MakeKernels) -> I
             layers[path] = KERNELS
         except UnsupportedError as error:
             layers[path] = str(error)
-    shared_state = IndexerState(options.keys, options.check_masks, None)
+    shared = SharedState(sum(each is not None for each in kernels_of.values()))
     for path, module in found.items():
-        state = IndexerState(options.keys, options.check_masks, kernels_of[path], shared_state.last)
+        state = IndexerState(options.keys, options.check_masks, kernels_of[path], shared)
         module.firesteel = state  # pyright: ignore
         _become(module, SWAPPED[type(module)])
     ready = tuple(each for kernels in made.values() for each in kernels.ready.values())
@@ -211,12 +218,17 @@ def restore_indexers(model: nn.Module) -> int:
     return len(found)
 
 
-def _check_forward(path: str, module: nn.Module) -> None:
-    """Refuse a module whose forward is not its class's, but for the hooks of accelerate.
+def _check_forward(path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
+    """Refuse a module whose forward is not the host's, but for the hooks of accelerate.
 
     Raises
-        UnsupportedError: it is another.
+        UnsupportedError: it is of a subclass, or its forward was replaced.
     """
+    if type(module) not in kinds:
+        raise UnsupportedError(
+            f"{path}: is a {type(module).__name__}, a subclass whose own forward would be lost, "
+            f"must be one of {', '.join(kind.__name__ for kind in kinds)}"
+        )
     inner = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
     if inner is not None and getattr(inner, "__func__", None) is not type(module).forward:
         raise UnsupportedError(
