@@ -11,10 +11,11 @@ from torch import Tensor
 from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, page_bytes, page_values, page_views
 from firesteel.indexer.plan import decode_tile
+from firesteel.indexer.range_scores import range_scores_kernel
+from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
 from firesteel.indexer.spec import DecodeSpec
-from firesteel.indexer.stream import stream_kernel
 from firesteel.indexer.write import write_pages_kernel
 from tests.moe.kernels import Memory, launch
 
@@ -103,7 +104,7 @@ class Decode:
     @property
     def tile(self) -> dict[str, int]:
         spec = DecodeSpec(num_heads=self.heads, rows=self.rows, top_k=512, width=1)
-        return decode_tile(spec).constants
+        return {**decode_tile(spec).constants, "PTX": False}
 
     @property
     def pages(self) -> tuple[Tensor, Tensor | None]:
@@ -215,7 +216,7 @@ def run_scores(case: Decode, *, programs: int = 2, with_maxima: bool = False) ->
         *(memory.holding(case.q), memory.holding(case.w)),
         *views(memory.holding(case.cache), case.cache_dtype),
         *(table, memory.holding(case.seq_lens), scores, maxima, arrived),
-        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64),
+        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64, 0),
         **case.tile,
     )
     memory.check()
@@ -280,9 +281,16 @@ class Selection:
             *(filter_kernel, (num_rows, parts), scores),
             *(memory.holding(self.maxima(columns * shares)), kept, counts, arrived),
             *(table, memory.holding(self.seq_lens), *vars(outputs).values()),
-            *(capacity // 64 + 1, table.stride(0), table.shape[1], columns * shares, num_rows),
+            *(capacity // 64 + 1, table.stride(0), table.shape[1], columns * shares, 0, num_rows),
             **{"ROWS": self.rows, "TOP_K": self.top_k, "SHARES": 2},
-            **{"GROUPS": 64 * columns, "MAX_PARTS": 4, "FINAL": final, "CHUNK": chunk},
+            **{
+                "GROUPS": 64 * columns,
+                "MAX_PARTS": 4,
+                "FINAL": final,
+                "CHUNK": chunk,
+                "WARPS": 1,
+                "PTX": False,
+            },
         )
         memory.check()
         assert (arrived == parts).all()
@@ -296,7 +304,7 @@ class Selection:
         source, stride, level = self.memory.holding(self.scores, padding=64), width + 1, 0
         spans = -(-capacity // self.span)
         while spans > 1:
-            to = self.memory.poisoned(num_rows, spans, self.top_k, dtype=torch.int64)
+            to = self.memory.poisoned(num_rows, 2, spans, self.top_k, dtype=torch.int32)
             self._launch(source, stride, level, spans, to)
             source, stride, level = to, spans, level + 1
             spans = -(-spans * self.top_k // self.span)
@@ -313,11 +321,11 @@ class Selection:
         launch(
             *(select_kernel, (num_rows, spans)),
             *((source, None) if level == 0 else (None, source)),
-            *(table, self.memory.holding(self.seq_lens), None, to),
+            *(table, self.memory.holding(self.seq_lens), to),
             *((None,) * 3 if outputs is None else vars(outputs).values()),
-            *(stride, table.stride(0), table.shape[1], num_rows),
+            *(stride, table.stride(0), table.shape[1], 0, num_rows),
             **{"ROWS": self.rows, "TOP_K": self.top_k, "SPAN": self.span, "LEVEL": level},
-            IS_ONE=level == 0 and spans == 1,
+            **{"BEFORE": self.span, "IS_ONE": level == 0 and spans == 1, "WARPS": 1, "PTX": False},
         )
         return outputs
 
@@ -341,55 +349,51 @@ class Prefill:
     pages: Decode | None = None
 
 
-def run_stream(
-    case: Decode | Prefill,
+def run_ranges(
+    case: Prefill,
     *,
     top_k: int = 16,
-    chunk: int = 64,
-    parts: int = 1,
-    programs: int = 3,
     row_block: int = 4,
+    slice_rows: int = 8,
+    span: int = 64,
+    groups: int = 64,
+    size: int = 32,
 ) -> Outputs:
-    """A decode or a prefill by the stream kernel, with a fold where keys are shared by parts."""
+    """A prefill by range_scores and range_select, slice by slice."""
     memory = Memory()
-    pages = case if isinstance(case, Decode) else case.pages
-    if isinstance(case, Decode):
-        blocks, num_rows, tile = len(case.seq_lens), case.num_rows, case.tile
-        ranges = (memory.holding(case.seq_lens), None, None, None)
-    else:
-        tile = replace_rows(case, row_block)
-        num_rows = len(case.q)
-        blocks = -(-num_rows // row_block)
-        held = (case.row_request, case.k_start, case.k_end)
-        ranges = (None, *(memory.holding(each) for each in held))
-    if pages is None:
+    num_rows = len(case.q)
+    tile = replace_rows(case, row_block)
+    ranges = [memory.holding(each) for each in (case.row_request, case.k_start, case.k_end)]
+    if case.pages is None:
         keys = (memory.holding(case.keys), memory.holding(case.scales), None)
         table_stride, page_stride, capacity = 0, 0, len(case.keys)
     else:
-        table = memory.holding(pages.page_table, padding=1)
-        keys = (*views(memory.holding(pages.cache), pages.cache_dtype), table)
-        table_stride, page_stride = table.stride(0), pages.page_stride // 16
-        capacity = pages.width * 64
-    block = tile["ROW_BLOCK"] + tile["REST_BLOCK"]
-    scratch = memory.poisoned(programs, block, chunk, dtype=torch.float32)
-    slots = max(num_rows * parts, programs * block)
-    kept = memory.poisoned(slots, top_k, dtype=torch.int64)
+        table = memory.holding(case.pages.page_table, padding=1)
+        keys = (*views(memory.holding(case.pages.cache), case.pages.cache_dtype), table)
+        table_stride, page_stride = table.stride(0), case.pages.page_stride // 16
+        capacity = case.pages.width * 64
+    stride = -(-capacity // 64)
+    # What follows the last row is read, and must not matter.
+    blocks = -(-slice_rows // row_block)
+    scores = memory.poisoned(blocks * row_block * stride * 64 + groups, dtype=torch.float32)
+    lists = memory.poisoned(slice_rows, size, dtype=torch.int64)
     outputs = outputs_of(memory, num_rows, top_k)
     given = list(vars(outputs).values())
-    if pages is None:
+    if case.pages is None:
         given[1] = None
-    launch(
-        *(stream_kernel, (programs,), memory.holding(case.q), memory.holding(case.w), *keys),
-        *(*ranges, scratch, kept, *given),
-        *(table_stride, page_stride, capacity, num_rows, blocks, parts),
-        **{**tile, "TOP_K": top_k, "CHUNK": chunk},
-    )
-    if parts > 1:
+    queries = (memory.holding(case.q), memory.holding(case.w))
+    for first in range(0, num_rows, slice_rows):
+        rows = min(slice_rows, num_rows - first)
         launch(
-            *(select_kernel, (num_rows, 1), None, kept, keys[2], None, ranges[1], None, *given),
-            *(parts, table_stride, 0, num_rows),
-            **{"ROWS": tile["ROWS"], "TOP_K": top_k, "SPAN": power(parts * top_k), "LEVEL": 1},
-            IS_ONE=False,
+            *(range_scores_kernel, (-(-capacity // span), -(-rows // row_block)), *queries, *keys),
+            *(*ranges, scores, table_stride, page_stride, capacity, stride, span),
+            *(first, first + rows),
+            **tile,
+        )
+        launch(
+            *(range_select_kernel, (rows,), scores, lists, keys[2], *ranges, *given),
+            *(capacity, stride, table_stride, first, first + rows),
+            **{"TOP_K": top_k, "GROUPS": groups, "SIZE": size, "WARPS": 1, "PTX": False},
         )
     memory.check()
     return outputs
@@ -398,8 +402,8 @@ def run_stream(
 def replace_rows(case: Prefill, row_block: int) -> dict[str, int]:
     """The tile of a prefill of so many rows a block."""
     heads = case.q.shape[1]
-    tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block, "REST_BLOCK": 0}
-    return {**tile, "HEAD_BLOCK": power(heads), "STAGES": 2}
+    tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block}
+    return {**tile, "HEAD_BLOCK": power(heads), "STAGES": 2, "PTX": False}
 
 
 def with_lens(case: Decode, lens: list[int]) -> Decode:

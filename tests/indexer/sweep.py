@@ -1,7 +1,7 @@
 """A sweep of small calls on a GPU, for tools that watch every access.
 
     compute-sanitizer --tool memcheck python -m tests.indexer.sweep
-    compute-sanitizer --tool racecheck python -m tests.indexer.sweep filtered streamed
+    compute-sanitizer --tool racecheck python -m tests.indexer.sweep filtered sliced
 
 Each route runs on ragged lengths with missing pages, and what it selects is compared with the
 float64 oracle.
@@ -40,17 +40,17 @@ def decoded(cache_dtype: str, rows: int, heads: int, *, is_filtered: bool = Fals
     scores = decode_scores_reference(case.q, case.w, *case.pages, case.page_table, case.seq_lens)
     spec = spec_of(case, 512, is_filtered=is_filtered)
     target = device_target(torch.device("cuda", 0))
-    # A plan of its own, since `streamed` changes what is chosen.
+    # A plan of its own, since `sliced` changes what is chosen.
     ready = prewarm(plan(spec.for_target(target), len(LENS)))
     found = decode(case, spec, ready=ready)["indices"].flatten(0, 1)
     wanted = [row for request in scores for row in request]
     return _are_selected(found, wanted)
 
 
-def streamed() -> bool:
-    """Whether a decode does whose scores fit no workspace."""
-    with patch.object(chooser, "_max_tiled", lambda _: 0):
-        return decoded("e4m3", 3, 16)
+def sliced() -> bool:
+    """Whether a decode does whose scores fit the workspace a request at a time."""
+    with patch.object(chooser, "decode_slice", lambda _: 1):
+        return decoded("e4m3", 3, 16, is_filtered=True)
 
 
 def prefilled(cache_dtype: str) -> bool:
@@ -99,7 +99,7 @@ SWEEPS = {
     "tiled-bf16": lambda: decoded("bf16", 1, 9),
     "filtered": lambda: decoded("e4m3", 6, 32, is_filtered=True),
     "filtered-bf16": lambda: decoded("bf16", 2, 64, is_filtered=True),
-    "streamed": streamed,
+    "sliced": sliced,
     "prefill": lambda: prefilled("e4m3"),
     "prefill-fp16": lambda: prefilled("fp16"),
     "write": lambda: written("e4m3"),

@@ -42,6 +42,7 @@ def shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
         PageWriterSpec(dtype="fp32", cache_dtype="bf16"),
         replace(turnkey, cache_dtype="bf16", page_stride=0),
         PageWriterSpec(dtype="fp32"),
+        replace(turnkey, is_filtered=False),
         turnkey,
         PrefillSpec(num_heads=32, top_k=2048, num_keys=131072),
     ):
@@ -79,7 +80,10 @@ def test_each_kernel_compiles_within_the_budget(target: str, tmp_path: Path) -> 
         names = [each.name for each in code]
         kinds = [each.partition(".")[0] for each in names]
         # A product of e4m3 that was widened first would be another instruction.
-        is_half, is_product = name.endswith("bf16"), name.startswith(("decode_scores", "stream"))
+        is_half, is_product = (
+            name.endswith("bf16"),
+            name.startswith(("decode_scores", "range_scores")),
+        )
         for instruction, is_own in ((MATRIX, not is_half), (MATRIX_16, is_half)):
             assert (instruction[target] in kinds) == (is_own and is_product), name
         # The next launch may come early, and so each waits before it reads or writes anything.

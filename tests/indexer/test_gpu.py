@@ -70,13 +70,13 @@ def check_row(found: Mapping[str, Tensor], row: int, scores: Tensor, bound: Tens
         assert (scores[left] - bound[left] <= least).all()
 
 
-def streamed(case: Decode, top_k: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """By the route of calls whose scores fit no workspace."""
+def sliced(case: Decode, top_k: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """As calls whose scores fit the workspace a request at a time."""
     spec = spec_of(case, top_k)
     with monkeypatch.context() as patch:
-        patch.setattr("firesteel.indexer.plan._max_tiled", lambda _: 0)
+        patch.setattr("firesteel.indexer.plan.decode_slice", lambda _: 1)
         made = plan(spec.for_target(device_target(torch.device("cuda", 0))), len(case.seq_lens))
-    assert {key.name for key in made.keys} <= {"stream_kernel", "select_kernel"}
+        assert len(made.spec.select(len(case.seq_lens), ())) >= 2 * len(case.seq_lens)
     return decode(case, spec, ready=prewarm(made, device="cuda"))
 
 
@@ -112,7 +112,7 @@ def test_decode_with_exact_inputs_is_the_oracle_s(rows: int, heads: int, cache_d
 def test_any_scores_are_selected_from_as_the_oracle_does(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Narrow, equal, mostly zero, any 32 bits: by all three routes."""
+    """Narrow, equal, mostly zero, any 32 bits: by both routes, whole and in slices."""
     generator = torch.Generator().manual_seed(len(kind))
     scores = torch.stack([scores_of(kind, 20032, generator) for _ in range(5)])
     case = fed(scores, [20032, 2048, 2050, 8191, 2**31 - 1], rows=2)
@@ -122,7 +122,7 @@ def test_any_scores_are_selected_from_as_the_oracle_does(
     ]
     for is_filtered in (True, False):
         check_exact(decode(case, spec_of(case, 2048, is_filtered=is_filtered)), case, wanted)
-    check_exact(streamed(case, 2048, monkeypatch), case, wanted)
+    check_exact(sliced(case, 2048, monkeypatch), case, wanted)
 
 
 @pytest.mark.parametrize("kind", ["plain", "all equal", "mostly zero", "descending"])
@@ -163,7 +163,7 @@ def test_all_routes_and_any_batch_have_the_same_bits(monkeypatch: pytest.MonkeyP
     case = decode_case(lens, rows=3, heads=32, width=320, missing=0.05)
     filtered = decode(case, spec_of(case, 1024))
     others = [decode(case, spec_of(case, 1024, is_filtered=False))]
-    others.append(streamed(case, 1024, monkeypatch))
+    others.append(sliced(case, 1024, monkeypatch))
     for other in others:
         assert all(torch.equal(other[name], filtered[name]) for name in filtered)
     names = ("q", "w", "page_table", "seq_lens")

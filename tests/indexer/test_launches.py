@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from firesteel.indexer.filter import filter_kernel
+from firesteel.indexer.range_scores import range_scores_kernel
+from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.reference import (
     decode_scores_reference,
     range_scores_reference,
@@ -24,7 +26,6 @@ from firesteel.indexer.reference import (
 )
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
-from firesteel.indexer.stream import stream_kernel
 from firesteel.launch.key import DTYPES
 from tests.indexer.kernels import decode_case, e4m3, key_scales, weights
 from tests.moe.kernels import Memory
@@ -34,28 +35,30 @@ pytestmark = pytest.mark.interpret
 KERNELS = {
     "decode_scores_kernel": decode_scores_kernel,
     "filter_kernel": filter_kernel,
+    "range_scores_kernel": range_scores_kernel,
+    "range_select_kernel": range_select_kernel,
     "select_kernel": select_kernel,
-    "stream_kernel": stream_kernel,
 }
 PLANNING = """
 import json, sys
 from firesteel.indexer import launches, plan, spec
 from firesteel.launch.kernel import Stride
 # Small, so that few keys fill more than one.
-plan.SPAN, plan.CHUNK, plan.SCORE_PROGRAMS, plan.FILTER_PARTS = 1024, 512, 12, 2
-plan._groups = lambda _: launches.Groups(columns=8, shares=2, max_shares=4)
+plan.SPAN, plan.MULTIPROCESSORS, plan.FILTER_PARTS = 1024, 3, 2
+plan.RANGE_GROUPS, plan.SLICE_BYTES = 1024, 1 << 18
+plan._groups = lambda *_: launches.Groups(programs=13, columns=8, shares=4)
 value = lambda each: {"stride": each.tensor} if isinstance(each, Stride) else each
 found = {}
-max_tiled = plan._max_tiled
+whole = plan.decode_slice
 for title, (name, fields, count) in json.loads(sys.argv[1]).items():
-    plan._max_tiled = (lambda _: 0) if title == "streamed" else max_tiled
+    plan.decode_slice = (lambda _: 1) if title == "sliced" else whole
     made = getattr(spec, name)(**fields, pdl=False)
     made_launches = [
         [
             launch.key.name,
             launch.grid,
             [[*pair, value(each)] for pair, each in zip(launch.key.arguments, launch.arguments)],
-            dict(launch.key.constexprs),
+            {**dict(launch.key.constexprs), "PTX": False},
         ]
         for launch in made.select(count, ())
     ]
@@ -71,7 +74,7 @@ PAGED = {**COMMON, "width": 10, "num_requests": 2, "has_slots": True}
 ASKED = {
     "tiled": ("DecodeSpec", DECODE, 2),
     "filtered": ("DecodeSpec", {**DECODE, "is_filtered": True}, 2),
-    "streamed": ("DecodeSpec", DECODE, 2),
+    "sliced": ("DecodeSpec", {**DECODE, "is_filtered": True}, 2),
     "contiguous": ("PrefillSpec", {**COMMON, "num_keys": 1500}, 9),
     "paged": ("PrefillSpec", PAGED, 4),
 }
@@ -110,7 +113,9 @@ def run(title: str, given: dict[str, Tensor]) -> tuple[list[str], dict[str, Tens
             elif isinstance(value, dict):
                 value = tensors[value["stride"]].stride(0)
             passed[parameter] = value
-        KERNELS[kernel][tuple(grid)](**passed, **constants)
+        function = KERNELS[kernel]
+        known = {each: value for each, value in constants.items() if each in function.arg_names}
+        function[tuple(grid)](**passed, **known)
     memory.check()
     return [kernel.removesuffix("_kernel") for kernel, *_ in launches], outputs
 
@@ -134,7 +139,7 @@ def test_decode_by_each_route() -> None:
     assert set(found) == {"indices", "slots", "selected_scores"}
     for title, kernels in (
         ("filtered", ["decode_scores", "filter"]),
-        ("streamed", ["stream", "select"]),
+        ("sliced", ["decode_scores", "filter"] * 2),
     ):
         launched, again = run(title, given)
         assert launched == kernels
@@ -157,7 +162,7 @@ def test_prefill_of_contiguous_keys() -> None:
         "k_end": ends,
     }
     names, found = run("contiguous", given)
-    assert names == ["stream", "select"]
+    assert names == ["range_scores", "range_select"] * 2
     ranges = list(zip(starts.tolist(), ends.tolist(), strict=True))
     keys = (given[name] for name in ("q", "w", "keys", "key_scales"))
     check(found, range_scores_reference(*keys, ranges))
@@ -178,7 +183,7 @@ def test_prefill_of_pages() -> None:
         "k_end": ends,
     }
     names, found = run("paged", given)
-    assert names == ["stream", "select"]
+    assert names == ["range_scores", "range_select"]
     wanted = []
     for row, end in enumerate(ends.tolist()):
         table = pages.page_table[max(int(requests[row]), 0)][None]

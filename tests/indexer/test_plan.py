@@ -1,5 +1,6 @@
 """`select` of the indexer: total and pure, of few keys and bounded memory."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.indexer.pages import CACHE_DTYPES
-from firesteel.indexer.plan import MAX_WORKSPACE, SPAN, STREAM_PROGRAMS, is_tiled, levels
+from firesteel.indexer.plan import MAX_WORKSPACE, SPAN, decode_slice, levels
 from firesteel.indexer.spec import TOP_KS, DecodeSpec, PageWriterSpec, PrefillSpec
 from firesteel.launch import plan
+from firesteel.launch.kernel import Launch
 from firesteel.launch.spec import Spec
 from firesteel.launch.stub import StubDriver
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
@@ -34,7 +36,7 @@ def decodes(draw: st.DrawFn) -> DecodeSpec:
         num_heads=draw(st.integers(8, 64)),
         top_k=draw(st.sampled_from(TOP_KS)),
         rows=draw(st.integers(1, 8)),
-        width=draw(st.sampled_from((1, 3, 128, 2048, MILLION // 64, 8 * MILLION // 64))),
+        width=draw(st.sampled_from((1, 3, 128, 2048, MILLION // 64, 4 * MILLION // 64))),
         cache_dtype=draw(st.sampled_from(tuple(CACHE_DTYPES))),
         page_stride=draw(st.sampled_from((0, 1_077_120))),
         has_slots=draw(st.booleans()),
@@ -48,11 +50,11 @@ def decodes(draw: st.DrawFn) -> DecodeSpec:
 def test_decode_is_total_and_pure(spec: DecodeSpec, num_tokens: int) -> None:
     launches = spec.select(num_tokens, ())
     assert launches == replace(spec).select(num_tokens, ())
-    assert len(launches) <= 5
+    step = decode_slice(spec)
+    assert len(launches) <= 5 * -(-num_tokens // step)
     assert all(all(launch.grid) for launch in launches)
     assert bool(launches) == (num_tokens > 0)
-    if spec.capacity <= MILLION:
-        assert sum(region.num_bytes for region in spec.workspace(num_tokens)) <= MAX_WORKSPACE
+    assert sum(region.num_bytes for region in spec.workspace(num_tokens)) <= MAX_WORKSPACE
 
 
 @given(spec=decodes())
@@ -69,64 +71,84 @@ def test_a_filter_s_regions_hold_what_it_writes(spec: DecodeSpec, num_requests: 
     launches = spec.select(num_requests, ())
     if launches[-1].key.name != "filter_kernel":
         return
-    scores, last = launches
-    constants = dict(last.key.constexprs)
-    num_rows, parts, _ = last.grid
-    requests, programs, _ = scores.grid
-    assert num_rows == requests * spec.rows == num_requests * spec.rows
-    assert (
-        dict(zip((name for name, _ in last.key.arguments), last.arguments, strict=True))["programs"]
-        == programs
-    )
-    assert 64 * programs in {constants["GROUPS"] * share for share in (1, 2, 4)}
-    assert parts <= constants["MAX_PARTS"]
     sizes = {region.name: region.num_bytes for region in spec.workspace(num_requests)}
-    assert sizes["scores"] >= 4 * (num_rows * spec.capacity + constants["CHUNK"])
-    assert sizes["maxima"] >= 4 * num_rows * programs * 64
-    assert sizes["candidates"] >= 8 * num_rows * parts * constants["FINAL"]
-    assert sizes["counts"] >= 4 * num_rows * parts
-    assert sizes["arrived"] >= 4 * num_rows
+    done = 0
+    for scores, last in batched(launches, 2):
+        constants = dict(last.key.constexprs)
+        num_rows, parts, _ = last.grid
+        requests, programs, _ = scores.grid
+        assert num_rows == requests * spec.rows
+        given = {name: last.arguments[at] for at, (name, _) in enumerate(last.key.arguments)}
+        assert given["programs"] == programs
+        assert given["first_row"] == done
+        done += num_rows
+        assert 64 * programs <= constants["GROUPS"] * constants["SHARES"]
+        assert constants["GROUPS"] >= spec.top_k
+        assert parts <= constants["MAX_PARTS"]
+        assert sizes["scores"] >= 4 * (num_rows * spec.capacity + constants["CHUNK"])
+        assert sizes["maxima"] >= 4 * num_rows * programs * 64
+        assert sizes["candidates"] >= 8 * num_rows * parts * constants["FINAL"]
+        assert sizes["counts"] >= 4 * num_rows * parts
+        assert sizes["arrived"] >= 4 * num_rows
+    assert done == num_requests * spec.rows
 
 
-@pytest.mark.parametrize("num_keys", [1, 8192, 131072, MILLION, 8 * MILLION])
-def test_prefill_s_memory_knows_neither_rows_nor_keys(num_keys: int) -> None:
+def batched(launches: Sequence[Launch], size: int) -> Iterator[Sequence[Launch]]:
+    for at in range(0, len(launches), size):
+        yield launches[at : at + size]
+
+
+@pytest.mark.parametrize("num_keys", [1, 8192, 131071, MILLION, 4 * MILLION])
+def test_slices_of_prefill_fit_the_workspace(num_keys: int) -> None:
     for num_heads in (8, 32, 64):
         spec = PrefillSpec(num_heads=num_heads, top_k=2048, num_keys=num_keys)
-        sizes = {sum(r.num_bytes for r in spec.workspace(rows)) for rows in (1, 17, 3072, 100_000)}
-        assert len(sizes) == 1
-        assert sizes.pop() <= MAX_WORKSPACE
+        before = 0
+        for num_rows in (0, 1, 17, 3072, 10_000):
+            sizes = {each.name: each.num_bytes for each in spec.workspace(num_rows)}
+            assert before <= sum(sizes.values()) <= MAX_WORKSPACE
+            before = sum(sizes.values())
+            done = 0
+            for scores, last in batched(spec.select(num_rows, ()), 2):
+                given = {
+                    name: last.arguments[at] for at, (name, _) in enumerate(last.key.arguments)
+                }
+                constants = dict(last.key.constexprs)
+                rows = last.grid[0]
+                assert given["first_row"] == done
+                assert scores.grid[1] * dict(scores.key.constexprs)["ROWS"] >= rows
+                stride = 64 * int(given["stride_scores"])
+                assert stride >= num_keys
+                assert sizes["scores"] >= 4 * (rows * stride + constants["GROUPS"])
+                assert sizes["candidates"] >= 8 * rows * constants["SIZE"]
+                done += rows
+            assert done == num_rows
 
 
 def test_routes() -> None:
     assert names(TURNKEY, 8) == ["decode_scores", "select"]
-    assert names(replace(TURNKEY, width=129), 8) == ["decode_scores", "filter"]
+    assert names(replace(TURNKEY, width=513), 8) == ["decode_scores", "filter"]
     assert names(LONG, 8) == ["decode_scores", "filter"]
     assert names(replace(TURNKEY, is_filtered=True), 8) == ["decode_scores", "filter"]
     whole = replace(LONG, is_filtered=False)
     assert names(replace(whole, width=2048), 8) == ["decode_scores", "select", "select"]
     assert names(whole, 8) == ["decode_scores", "select", "select", "select"]
-    assert is_tiled(LONG, 8)
-    assert is_tiled(whole, 8)
-    assert names(LONG, 9) == ["stream", "select"]
-    # Once requests are as many as programs, none shares its keys.
-    assert names(LONG, STREAM_PROGRAMS) == ["stream"]
-    assert names(PREFILL, 1) == ["stream", "select"]
-    assert names(PREFILL, 3072) == ["stream"]
+    # More than fit the workspace go in slices.
+    assert (decode_slice(LONG), decode_slice(whole)) == (9, 8)
+    assert names(LONG, 10) == ["decode_scores", "filter"] * 2
+    assert names(PREFILL, 264) == ["range_scores", "range_select"]
+    assert names(PREFILL, 3072) == ["range_scores", "range_select"] * 12
 
 
-@pytest.mark.parametrize(("num_heads", "rows"), [(64, 1), (8, 8), (32, 6), (64, 8)])
-def test_scores_have_one_tile_on_every_route(
-    num_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_have_one_tile_whatever_the_route_and_the_count() -> None:
     """Another would add heads up in another order, and so give other bits."""
-    spec = replace(TURNKEY, num_heads=num_heads, rows=rows)
-    keys = [replace(spec, is_filtered=each).select(1, ())[0].key for each in (True, False)]
-    monkeypatch.setattr("firesteel.indexer.plan._max_tiled", lambda _: 0)
-    keys.append(spec.select(1, ())[0].key)
-    assert [key.name for key in keys] == ["decode_scores_kernel"] * 2 + ["stream_kernel"]
-    names = ("H", "ROW_BLOCK", "REST_BLOCK", "HEAD_BLOCK")
-    tiles = {(key.num_warps, *(dict(key.constexprs)[name] for name in names)) for key in keys}
-    assert len(tiles) == 1
+    for spec in (TURNKEY, LONG, replace(LONG, num_heads=64, rows=1), PREFILL):
+        made = [spec]
+        if isinstance(spec, DecodeSpec):
+            made = [replace(spec, is_filtered=each) for each in (True, False)]
+        keys = {each.select(count, ())[0].key for each in made for count in (1, 9, 300)}
+        names = ("H", "ROW_BLOCK", "REST_BLOCK", "HEAD_BLOCK")
+        constants = [(key.num_warps, dict(key.constexprs)) for key in keys]
+        assert len({(w, *(each.get(name) for name in names)) for w, each in constants}) == 1
 
 
 def test_levels_end_in_one_span() -> None:

@@ -156,12 +156,14 @@ def test_the_sizes_that_ship(top_k: int) -> None:
 
 def test_empty_work_ends() -> None:
     sizes = {"SHARES": 1, "GROUPS": 64, "MAX_PARTS": 2, "FINAL": 64, "CHUNK": 64}
+    sizes |= {"WARPS": 1, "PTX": False}
     run_on_nothing(
         *(filter_kernel,),
-        **{"num_pointers": 10, "num_integers": 5, "dtypes": {}, "absent": set()},
+        **{"num_pointers": 10, "num_integers": 6, "dtypes": {2: torch.int64}, "absent": set()},
         **{"ROWS": 3, "TOP_K": 16, **sizes},
     )
-    constants = {"ROWS": 3, "TOP_K": 16, "SPAN": 64, "LEVEL": 0, "IS_ONE": True}
+    constants = {"ROWS": 3, "TOP_K": 16, "SPAN": 64, "BEFORE": 64, "LEVEL": 0, "IS_ONE": True}
+    constants |= {"WARPS": 1, "PTX": False}
     run_on_nothing(
-        select_kernel, num_pointers=9, num_integers=4, dtypes={}, absent=set(), **constants
+        select_kernel, num_pointers=8, num_integers=5, dtypes={}, absent=set(), **constants
     )

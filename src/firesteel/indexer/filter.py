@@ -7,36 +7,39 @@ decode_scores leaves maxima of groups of keys. As top_k groups have a key each, 
 maximum is at most the top_k-th largest score: no key below that bound is selected. Programs share a
 row's scores, each writes those that reach the bound, in the order of positions, and the last one to
 end selects from all of them. Should there be more than it holds in registers, it goes through all
-scores of the row in chunks, as stream does: slower, and as exact.
+scores of the row again, a few at a time beside the best so far: slower, and as exact.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from firesteel.indexer.score import clamped_length
-from firesteel.indexer.select import (
-    as_candidates,
-    candidate_keys,
-    candidate_positions,
-    ordered_keys,
-    ranks,
-    threshold,
-    write_selected,
+from firesteel.indexer.candidates import (
+    bound_of,
+    keep_best,
+    keep_part,
+    load_chunk,
+    split_candidates,
 )
-from firesteel.indexer.stream import join_chunk
+from firesteel.indexer.score import clamped_length
+from firesteel.indexer.select import ordered_keys, taken, threshold_from, write_selected
 
 __all__ = ["filter_kernel"]
 
 
 @triton.jit
-def least_key(
-    maxima_ptr, programs, written, SHARES: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr
+def least_score(
+    maxima_ptr,
+    programs,
+    written,
+    SHARES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
-    """The least uint32 key that may be selected, by 64 maxima each of the first `written` programs.
+    """The least score that may be selected, by 64 maxima each of the first `written` programs.
 
-    A group has up to SHARES maxima, GROUPS apart. Some more keys than need be may reach the key: an
-    eighth of TOP_K groups, which saves passes.
+    A group has up to SHARES maxima, GROUPS apart.
     """
     group = tl.arange(0, GROUPS)
     best = tl.full((GROUPS,), float("-inf"), tl.float32)
@@ -45,59 +48,31 @@ def least_key(
         # Read whether written or not, so that the read does not wait for the length.
         found = tl.load(maxima_ptr + at, mask=at // 64 < programs, other=0.0)
         best = tl.maximum(best, tl.where(at // 64 < written, found, float("-inf")))
-    keys = ordered_keys(best)
-    prefix, _, _, _ = threshold(keys, keys, TOP_K, TOP_K // 8, False)
-    return prefix
+    return bound_of(best, TOP_K, WARPS)
 
 
 @triton.jit
-def load_chunk(scores_ptr, start, last, CHUNK: tl.constexpr):
-    """Scores start..start+CHUNK-1 of a row, anything from `last` on. start is a multiple of 64."""
-    t = tl.arange(0, CHUNK)
-    # Whole pages, which the compiler sees to be aligned: it reads 16 bytes at a time.
-    is_read = t < (last - start + 63) // 64 * 64
-    return tl.load(scores_ptr + start + t, mask=is_read, other=0.0)
-
-
-@triton.jit
-def keep_part(
-    scores, scores_ptr, kept_ptr, first, last, least, FINAL: tl.constexpr, CHUNK: tl.constexpr
-):
-    """How many of a row's scores first..last-1 reach `least`; the first FINAL go to kept.
-
-    `scores` are the first chunk; each further one is read while the one before is looked at.
-    """
-    t = tl.arange(0, CHUNK)
-    count = tl.full((), 0, tl.int32)
-    for start in range(first, last, CHUNK):
-        keys = tl.where(t < last - start, ordered_keys(scores), 0)
-        scores = load_chunk(scores_ptr, start + CHUNK, last, CHUNK)
-        is_kept = (keys >= least) & (keys != 0)
-        place = count + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1
-        candidates = as_candidates(keys, start + t)
-        tl.store(kept_ptr + place, candidates, mask=is_kept & (place < FINAL))
-        count += tl.sum(is_kept.to(tl.int32), axis=0)
-    return count
-
-
-@triton.jit
-def load_kept(kept_ptr, counts_ptr, parts, MAX_PARTS: tl.constexpr, FINAL: tl.constexpr):
-    """(candidates [FINAL], total): what the parts kept, one after the other, then holes.
+def kept_places(counts_ptr, parts, MAX_PARTS: tl.constexpr, FINAL: tl.constexpr):
+    """(places [FINAL], total): where what the parts kept lies, one after the other, each to FINAL.
 
     Parts lie FINAL apart. Where total is more than FINAL, the rest are left out.
     """
     t = tl.arange(0, FINAL)
     at, end = t, tl.full((), 0, tl.int32)
+    counts = ()
+    # All are read at once.
     for part in tl.static_range(MAX_PARTS):
-        end += tl.load(counts_ptr + part, mask=part < parts, other=0)
-        # From the next part's first on, if it has one.
-        at = tl.where(t >= end, t - end + (part + 1) * FINAL, at)
-    is_live = t < end
-    return tl.load(kept_ptr + at, mask=is_live, other=0, cache_modifier=".cg"), end
+        counts += (tl.load(counts_ptr + part, mask=part < parts, other=0),)
+    for part in tl.static_range(MAX_PARTS):
+        if part < parts:
+            end += counts[part]
+            # From the next part's first on, if it has one.
+            at = tl.where(t >= end, t - end + (part + 1) * FINAL, at)
+    return at, end
 
 
 @triton.jit(
-    do_not_specialize=["stride_scores", "stride_table", "width", "programs", "R"],
+    do_not_specialize=["stride_scores", "stride_table", "width", "programs", "first_row", "R"],
     do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr"],
 )
 def filter_kernel(
@@ -115,6 +90,7 @@ def filter_kernel(
     stride_table: tl.int64,
     width: tl.int64,
     programs: tl.int64,
+    first_row: tl.int64,
     R: tl.int64,
     ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -123,6 +99,8 @@ def filter_kernel(
     MAX_PARTS: tl.constexpr,
     FINAL: tl.constexpr,
     CHUNK: tl.constexpr,
+    WARPS: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The TOP_K largest scores of each row, in the order of positions
@@ -139,6 +117,7 @@ def filter_kernel(
     slots            [R, TOP_K]         int32  contiguous  as indices; or None
     selected_scores  [R, TOP_K]         fp32   contiguous  as indices; or None
 
+    R rows are selected from: those from first_row on of the rows that lengths and outputs are of.
     Rows of scores lie stride_scores times 64 apart; CHUNK scores may be read from each page of a
     row, so that many must follow the last. maxima are those of `programs` of decode_scores, at most
     SHARES times GROUPS / 64, of which those that are equal modulo GROUPS / 64 have their groups in
@@ -148,12 +127,12 @@ def filter_kernel(
     largest is 7, and the scores from 7 on are those of positions 2, 3 and 4.
 
     Grid      (R, P), P at most MAX_PARTS.
-    Key       which pointers are None, constexprs.
+    Key       which pointers are None, constexprs; WARPS is num_warps.
     Numerics  exact; the same bits every run: which program is the last changes nothing.
     Bytes     4 a live key; 256 * programs from L2, by each of P; 16 a key that reaches the bound;
               where those are more than FINAL, 4 a live key again
-    Range     R * C may pass 2**31, so row offsets are int64. FINAL is at least TOP_K; GROUPS, FINAL
-              and CHUNK are powers of two, at most 32768.
+    Range     R * C may pass 2**31, so row offsets are int64. FINAL is at least 2 * TOP_K;
+              GROUPS, FINAL and CHUNK are powers of two, at most 32768.
     Oracle    top_k_reference
     """
     if PDL:
@@ -164,9 +143,10 @@ def filter_kernel(
     if row >= R:
         return
     part = tl.program_id(1)
-    b = row // ROWS
+    call_row = first_row + row
+    b = call_row // ROWS
     seq_len = tl.load(seq_lens_ptr + b)
-    length = clamped_length(seq_len, row % ROWS, ROWS, width * 64).to(tl.int32)
+    length = clamped_length(seq_len, call_row % ROWS, ROWS, width * 64).to(tl.int32)
     # Pages are shared, and were written, up to the length of the request's last row.
     whole = clamped_length(seq_len, ROWS - 1, ROWS, width * 64).to(tl.int32)
     row_scores_ptr = scores_ptr + row * stride_scores * 64
@@ -179,9 +159,11 @@ def filter_kernel(
     last = tl.minimum(first + share, length)
     # Before the bound is found, which takes a while.
     scores = load_chunk(row_scores_ptr, first, last, CHUNK)
-    least = least_key(maxima_ptr + row * programs * 64, programs, written, SHARES, GROUPS, TOP_K)
+    row_maxima_ptr = maxima_ptr + row * programs * 64
+    least = least_score(row_maxima_ptr, programs, written, SHARES, GROUPS, TOP_K, WARPS)
+    own_ptr = row_kept_ptr + part * FINAL
     count = keep_part(
-        *(scores, row_scores_ptr, row_kept_ptr + part * FINAL, first, last, least, FINAL, CHUNK)
+        *(scores, row_scores_ptr, own_ptr, first, last, 0, least, FINAL, CHUNK, WARPS, PTX)
     )
     row_counts_ptr = counts_ptr + row * parts
     tl.store(row_counts_ptr + part, count)
@@ -189,29 +171,25 @@ def filter_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == parts - 1:
         tl.debug_barrier()
-        candidates, total = load_kept(row_kept_ptr, row_counts_ptr, parts, MAX_PARTS, FINAL)
+        t = tl.arange(0, FINAL)
+        at, total = kept_places(row_counts_ptr, parts, MAX_PARTS, FINAL)
         if total > FINAL:
-            own = tl.arange(0, TOP_K)
-            tl.debug_barrier()
-            tl.store(row_kept_ptr + own, tl.full((TOP_K,), 0, tl.int64))
-            tl.debug_barrier()
-            for start in range(0, length, CHUNK):
-                join_chunk(
-                    *(row_scores_ptr + start, row_kept_ptr, start, 0, length - start),
-                    *(CHUNK, TOP_K),
-                )
-                tl.debug_barrier()
-            candidates = tl.load(row_kept_ptr + tl.arange(0, FINAL))
-            candidates = tl.where(tl.arange(0, FINAL) < TOP_K, candidates, 0)
-        keys = candidate_keys(candidates)
-        prefix, shift, ties, found = threshold(keys, keys, TOP_K, 0, False)
-        is_taken, place = ranks(keys, prefix, shift, ties)
+            total, least = keep_best(
+                row_scores_ptr, row_kept_ptr, 0, length, TOP_K, FINAL, WARPS, PTX
+            )
+            at = t
+        kept = tl.load(row_kept_ptr + at, mask=t < total, other=0, cache_modifier=".cg")
+        keys, positions = split_candidates(kept, t < total)
+        floor = ordered_keys(least)
+        best, ties, surplus, found = threshold_from(keys, floor, total, TOP_K, WARPS)
+        is_taken, place = taken(keys, best, ties, surplus, WARPS, 1)
         write_selected(
-            *(keys, candidate_positions(candidates), is_taken, place, found, row),
+            *(keys, positions, is_taken, place, found, call_row),
             page_table_ptr,
             b * stride_table,
             indices_ptr,
             slots_ptr,
             selected_scores_ptr,
             TOP_K,
+            PTX,
         )

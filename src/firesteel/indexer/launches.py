@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from firesteel.indexer.filter import filter_kernel
+from firesteel.indexer.range_scores import range_scores_kernel
+from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
-from firesteel.indexer.stream import stream_kernel
 from firesteel.indexer.write import write_pages_kernel
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
 from firesteel.launch.key import Constexpr
@@ -21,8 +23,9 @@ __all__ = [
     "Tile",
     "decode_scores",
     "filter_scores",
+    "range_scores",
+    "range_select",
     "select",
-    "stream",
     "write_pages",
 ]
 
@@ -30,8 +33,9 @@ WRITE = Kernel(write_pages_kernel)
 DECODE_SCORES = Kernel(decode_scores_kernel)
 FILTER = Kernel(filter_kernel)
 SELECT = Kernel(select_kernel)
-STREAM = Kernel(stream_kernel)
-KERNELS = (WRITE, DECODE_SCORES, FILTER, SELECT, STREAM)
+RANGE_SCORES = Kernel(range_scores_kernel)
+RANGE_SELECT = Kernel(range_select_kernel)
+KERNELS = (WRITE, DECODE_SCORES, FILTER, SELECT, RANGE_SCORES, RANGE_SELECT)
 
 Given = dict[str, tuple[str | None, Argument | None]]
 """Of each run-time parameter its type and what it is given; (None, None) for an absent tensor."""
@@ -46,6 +50,7 @@ class Tile:
         row_block, rest_block  rows of the first product and of the second, or 0; padded
         head_block             heads, padded
         warps, stages          of a program that multiplies
+        registers              of a thread at most, or 0: fewer let more programs find room
     """
 
     heads: int
@@ -55,6 +60,7 @@ class Tile:
     head_block: int
     warps: int
     stages: int = 3
+    registers: int = 0
 
     @property
     def block(self) -> int:
@@ -71,6 +77,7 @@ class Tile:
             "REST_BLOCK": self.rest_block,
             "HEAD_BLOCK": self.head_block,
             "STAGES": self.stages,
+            "PTX": True,
         }
 
 
@@ -79,19 +86,14 @@ class Groups:
     """How a request's keys are grouped, each group with its largest score.
 
     Fields
-        columns     programs of decode_scores that have groups of their own, 64 each
-        shares      programs that share a group, and each leave a maximum of it
-        max_shares  as many as a filter is compiled for
+        programs  of decode_scores, of a request: each leaves maxima of 64 groups
+        columns   programs that have groups of their own; those so many apart share theirs
+        shares    as many as a filter is compiled for
     """
 
+    programs: int
     columns: int
     shares: int
-    max_shares: int
-
-    @property
-    def programs(self) -> int:
-        """Of decode_scores, of a request."""
-        return self.columns * self.shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,17 +135,18 @@ class Keys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranges:
-    """Which keys rows see: by the lengths of requests, or by ranges of their own."""
+    """Which keys rows of prefill see: of requests that they name, or of one, from a start."""
 
-    seq_lens: bool = False
     row_request: bool = False
     k_start: bool = False
-    k_end: bool = False
 
-    def given(self, *names: str) -> Given:
-        """The pointers of these names."""
+    @property
+    def given(self) -> Given:
+        """The pointers."""
         return {
-            f"{name}_ptr": ("*i32", name) if getattr(self, name) else (None, None) for name in names
+            "row_request_ptr": ("*i32", "row_request") if self.row_request else (None, None),
+            "k_start_ptr": ("*i32", "k_start") if self.k_start else (None, None),
+            "k_end_ptr": ("*i32", "k_end"),
         }
 
 
@@ -175,10 +178,17 @@ def _launch(
     *,
     warps: int,
     pdl: bool,
+    max_registers: int = 0,
 ) -> Launch:
     types = {name: kind for name, (kind, _) in given.items()}
     arguments = {name: value for name, (_, value) in given.items() if value is not None}
-    key = kernel.key(types, {**constants, "PDL": pdl}, num_warps=warps, pdl=pdl)
+    key = kernel.key(
+        types,
+        {**constants, "PDL": pdl},
+        num_warps=warps,
+        pdl=pdl,
+        max_registers=max_registers,
+    )
     return kernel.launch(key, grid, arguments)
 
 
@@ -213,13 +223,17 @@ def decode_scores(
     keys: Keys,
     tile: Tile,
     *,
+    first: int,
     requests: int,
     programs: int,
     width: int,
     has_maxima: bool,
     pdl: bool,
 ) -> Launch:
-    """Scores of every row of so many requests, by so many programs each; maxima for a filter."""
+    """Scores of every row of so many requests, by so many programs each; maxima for a filter.
+
+    `first` is the first request of a call that they are of.
+    """
     given: Given = {
         **keys.given,
         "w_ptr": ("*fp32", "w"),
@@ -229,49 +243,59 @@ def decode_scores(
         "arrived_ptr": ("*i32", "arrived") if has_maxima else (None, None),
         "width": ("i64", width),
         "stride_scores": ("i64", width),
+        "first_request": ("i64", first),
     }
     grid = (requests, programs, 1)
-    return _launch(DECODE_SCORES, grid, given, tile.constants, warps=tile.warps, pdl=pdl)
+    options: dict[str, Any] = {"warps": tile.warps, "max_registers": tile.registers}
+    return _launch(DECODE_SCORES, grid, given, tile.constants, pdl=pdl, **options)
 
 
 def select(
-    ranges: Ranges,
     outputs: Outputs,
     *,
+    first: int,
     num_rows: int,
     rows: int,
     spans: int,
     span: int,
+    before: int,
     level: int,
     source: str,
     stride: int,
     to: str | None,
     width: int,
-    table_stride: Argument | None,
+    table_stride: Argument,
     warps: int,
     pdl: bool,
 ) -> Launch:
     """The best of each span of `source`, whose rows are `stride` pages or spans' candidates apart.
 
-    They go to candidates in region `to`, or, as the last launch, to the outputs.
+    They go to candidates in region `to`, or, as the last launch, to the outputs. `first` is the
+    first row of a call that they are of; spans of the levels before had `before` keys.
     """
     is_last = to is None
     has_table = is_last and outputs.slots
     given: Given = {
         "scores_ptr": (None, None) if level else ("*fp32", source),
-        "from_ptr": ("*i64", source) if level else (None, None),
+        "from_ptr": ("*i32", source) if level else (None, None),
         "page_table_ptr": ("*i32", "page_table") if has_table else (None, None),
-        **ranges.given("seq_lens"),
-        **(ranges if has_table else Ranges()).given("row_request"),
-        "to_ptr": (None, None) if to is None else ("*i64", to),
+        "seq_lens_ptr": ("*i32", "seq_lens"),
+        "to_ptr": (None, None) if to is None else ("*i32", to),
         **outputs.given(last=is_last),
         "stride": ("i64", stride),
-        "stride_table": ("i64", (table_stride or 0) if has_table else 0),
+        "stride_table": ("i64", table_stride if has_table else 0),
         "width": ("i64", width),
+        "first_row": ("i64", first),
         "R": ("i64", num_rows),
     }
     constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
-    constants |= {"SPAN": span, "LEVEL": level, "IS_ONE": level == 0 and spans == 1}
+    constants |= {
+        "SPAN": span,
+        "BEFORE": before,
+        "LEVEL": level,
+        "IS_ONE": level == 0 and spans == 1,
+    }
+    constants |= {"WARPS": warps, "PTX": True}
     return _launch(SELECT, (num_rows, spans, 1), given, constants, warps=warps, pdl=pdl)
 
 
@@ -279,6 +303,7 @@ def filter_scores(
     outputs: Outputs,
     groups: Groups,
     *,
+    first: int,
     num_rows: int,
     rows: int,
     parts: int,
@@ -288,9 +313,13 @@ def filter_scores(
     width: int,
     table_stride: Argument,
     warps: int,
+    registers: int,
     pdl: bool,
 ) -> Launch:
-    """The best scores of each row, by `parts` programs a row; max_parts are compiled for."""
+    """The best scores of each row, by `parts` programs a row; max_parts are compiled for.
+
+    `first` is the first row of a call that they are of.
+    """
     given: Given = {
         "scores_ptr": ("*fp32", "scores"),
         "maxima_ptr": ("*fp32", "maxima"),
@@ -304,40 +333,87 @@ def filter_scores(
         "stride_table": ("i64", table_stride if outputs.slots else 0),
         "width": ("i64", width),
         "programs": ("i64", groups.programs),
+        "first_row": ("i64", first),
         "R": ("i64", num_rows),
     }
     constants: dict[str, Constexpr] = {"ROWS": rows, "TOP_K": outputs.top_k}
-    constants |= {"SHARES": groups.max_shares, "GROUPS": 64 * groups.columns}
-    constants |= {"MAX_PARTS": max_parts, "FINAL": final, "CHUNK": chunk}
-    return _launch(FILTER, (num_rows, parts, 1), given, constants, warps=warps, pdl=pdl)
+    constants |= {"SHARES": groups.shares, "GROUPS": 64 * groups.columns}
+    constants |= {
+        "MAX_PARTS": max_parts,
+        "FINAL": final,
+        "CHUNK": chunk,
+        "WARPS": warps,
+        "PTX": True,
+    }
+    options: dict[str, Any] = {"warps": warps, "max_registers": registers}
+    return _launch(FILTER, (num_rows, parts, 1), given, constants, pdl=pdl, **options)
 
 
-def stream(
+def range_scores(
     keys: Keys,
     ranges: Ranges,
-    outputs: Outputs,
     tile: Tile,
     *,
+    first: int,
     num_rows: int,
-    blocks: int,
-    parts: int,
-    programs: int,
+    rows: int,
     capacity: int,
-    chunk: int,
+    stride: int,
+    span: int,
     pdl: bool,
 ) -> Launch:
-    """Scores and selection of so many rows in blocks, by so many programs."""
+    """Scores of the rows from `first` on, so many of a call's num_rows, in spans of their keys.
+
+    Rows of scores are `stride` pages apart.
+    """
     given: Given = {
         **keys.given,
         "w_ptr": ("*fp32", "w"),
-        **ranges.given("seq_lens", "row_request", "k_start", "k_end"),
-        "scratch_ptr": ("*fp32", "scores"),
-        "kept_ptr": ("*i64", "candidates"),
-        **outputs.given(),
+        **ranges.given,
+        "scores_ptr": ("*fp32", "scores"),
         "capacity": ("i64", capacity),
+        "stride_scores": ("i64", stride),
+        "span": ("i64", span),
+        "first_row": ("i64", first),
         "R": ("i64", num_rows),
-        "blocks": ("i64", blocks),
-        "parts": ("i64", parts),
     }
-    constants = {**tile.constants, "TOP_K": outputs.top_k, "CHUNK": chunk}
-    return _launch(STREAM, (programs, 1, 1), given, constants, warps=tile.warps, pdl=pdl)
+    constants = {n: value for n, value in tile.constants.items() if n != "REST_BLOCK"}
+    grid = (-(-capacity // span), -(-rows // tile.rows), 1)
+    options: dict[str, Any] = {"warps": tile.warps, "max_registers": tile.registers}
+    return _launch(RANGE_SCORES, grid, given, constants, pdl=pdl, **options)
+
+
+def range_select(
+    keys: Keys,
+    ranges: Ranges,
+    outputs: Outputs,
+    *,
+    first: int,
+    num_rows: int,
+    rows: int,
+    capacity: int,
+    stride: int,
+    groups: int,
+    size: int,
+    warps: int,
+    registers: int,
+    pdl: bool,
+) -> Launch:
+    """The best of the rows from `first` on, so many of a call's num_rows, by a program each."""
+    has_table = outputs.slots
+    given: Given = {
+        "scores_ptr": ("*fp32", "scores"),
+        "lists_ptr": ("*i64", "candidates"),
+        **ranges.given,
+        **outputs.given(),
+        "page_table_ptr": ("*i32", "page_table") if has_table else (None, None),
+        "capacity": ("i64", capacity),
+        "stride_scores": ("i64", stride),
+        "stride_table": ("i64", keys.table_stride if has_table else 0),
+        "first_row": ("i64", first),
+        "R": ("i64", num_rows),
+    }
+    constants: dict[str, Constexpr] = {"TOP_K": outputs.top_k, "GROUPS": groups, "SIZE": size}
+    constants |= {"WARPS": warps, "PTX": True}
+    options: dict[str, Any] = {"warps": warps, "max_registers": registers}
+    return _launch(RANGE_SELECT, (rows, 1, 1), given, constants, pdl=pdl, **options)

@@ -1,21 +1,23 @@
-"""`select` of the indexer's operations: the only chooser of their launches; the plan enumerates it.
+"""Choosers of the launches of the indexer's operations: the only ones; the plan enumerates them.
 
     write     one launch
-    tiled     decode whose scores fit the workspace: decode_scores, then select of each span of
-              16384 keys, then select of what those left, until one span is left
-    filtered  the same of requests that may have more than 8192 keys: decode_scores, which leaves
+    tiled     decode of few keys a request: decode_scores, then select of each span of 16384 keys,
+              then select of what those left, until one span is left
+    filtered  decode of requests that may have more than 32768 keys: decode_scores, which leaves
               maxima of groups of keys too, then filter
-    stream    decode of more, and all prefill: stream; then select, where the keys of a row were
-              shared among programs
+    ranged    prefill: range_scores, then range_select
 
-All ways give the same bits: scores have one order of additions, and the selection is exact.
-Nothing here asks a device: how many programs keep a GPU busy is a constant.
+A call whose scores would pass the workspace goes in slices: of requests, or of rows. All ways give
+the same bits: scores have one order of additions, and the selection is exact. Nothing here asks a
+device: how many programs keep a GPU busy is a constant.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.indexer.launches import (
@@ -26,10 +28,12 @@ from firesteel.indexer.launches import (
     Tile,
     decode_scores,
     filter_scores,
+    range_scores,
+    range_select,
     select,
-    stream,
     write_pages,
 )
+from firesteel.indexer.pages import PAGE_TOKENS
 from firesteel.launch.kernel import Launch, Stride
 from firesteel.launch.spec import Flags, Region
 
@@ -38,11 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_WORKSPACE",
+    "decode_slice",
     "decode_tile",
     "decode_workspace",
     "is_filtered",
-    "is_tiled",
     "levels",
+    "prefill_slice",
     "prefill_tile",
     "prefill_workspace",
     "select_decode",
@@ -54,20 +59,35 @@ MAX_WORKSPACE = 252_000_000
 """Most bytes that any call's launches leave to each other."""
 SPAN = 16384
 """Scores that a program selects from at a time, in registers."""
-SCORE_PROGRAMS = 528
-"""Of decode_scores, about: four for each of an H200's 132 multiprocessors."""
-FILTERED_KEYS = 8192
+MULTIPROCESSORS = 132
+"""Of an H200; what is laid out for as many keeps others busy too."""
+GROUP_PROGRAMS = 64
+"""Programs of decode_scores of a request that leave groups of their own, 64 each."""
+FILTERED_KEYS = 32768
 """Most keys of a request from which a select of all is no slower than a filter."""
-FILTER_PROGRAMS = 132
-"""Of filter, at most while rows are fewer: one for each."""
+FILTER_PROGRAMS = 264
+"""Of filter, at most while rows are fewer: two for each multiprocessor."""
 FILTER_FINAL = 4096
-"""Keys that may reach a filter's bound before it goes through all of them again."""
+"""Scores that may reach a filter's bound before it goes through all of them again."""
 FILTER_PARTS = 16
 """Programs of filter that share a row, at most."""
-STREAM_PROGRAMS = 264
-"""Of stream: two for each."""
-CHUNK = 8192
-"""Keys whose scores a program of stream selects from at a time."""
+MAX_FILTER_CHUNK = 8192
+"""Scores that a program of filter looks at a time, where rows are few; half as many of others."""
+FEW_FILTERED = 8
+"""Rows of which programs of filter have a multiprocessor each, and so all of its registers."""
+SLICE_BYTES = 192 << 20
+"""Scores and candidates of a slice of prefill, at most."""
+SLICE_ROWS = 2 * MULTIPROCESSORS
+"""Of a slice of prefill a multiple, where so many fit: as many programs of range_select there are
+at once."""
+RANGE_GROUPS = 4096
+"""Groups of a row's scores, of which range_select finds the largest; scores it looks at a time."""
+RANGE_SIZE = 4096
+"""As FILTER_FINAL."""
+RANGE_PAGES, MIN_RANGE_PAGES = 128, 8
+"""Of a program of range_scores, at most and at least, about."""
+SELECT_REGISTERS = 128
+"""Of a thread of filter and range_select: as many as let two programs of eight warps find room."""
 WRITE_BLOCK = 4
 """Keys of a program of write_pages."""
 MAX_COLUMNS = 256
@@ -103,23 +123,35 @@ def _tile(heads: int, rows: int, cache_dtype: str) -> Tile:
         rest_block=rest_block,
         head_block=head_block,
         warps=8 if columns <= MAX_COLUMNS else 16,
-        stages=2 if is_wide else 3,
+        stages=2 if is_wide else 4,
     )
 
 
 def decode_tile(spec: DecodeSpec) -> Tile:
     """All rows of a request in one product, so that its keys are read once.
 
-    Few columns are one warp group's, and no sum over heads is one over two of them.
+    Few columns are one warp group's, so that more programs find room, and no sum over heads is one
+    over two of them.
     """
     tile = _tile(spec.num_heads, spec.rows, spec.cache_dtype)
-    return replace(tile, warps=4) if tile.block * tile.head_block <= 64 else tile
+    columns = tile.block * tile.head_block
+    if columns <= 64:
+        return replace(tile, warps=4, stages=5)
+    if tile.stages == 2:
+        return tile
+    if columns <= 192:
+        # So that three programs find room.
+        return replace(tile, warps=4, stages=6, registers=168)
+    return replace(tile, stages=5)
 
 
 def prefill_tile(spec: PrefillSpec) -> Tile:
     """As many rows as a product has columns for, at most eight."""
     rows = min(8, MAX_COLUMNS // _power(spec.num_heads))
-    return _tile(spec.num_heads, rows, spec.cache_dtype)
+    tile = _tile(spec.num_heads, rows, spec.cache_dtype)
+    tile = replace(tile, stages=min(tile.stages, 3))
+    # So that two programs find room.
+    return replace(tile, registers=128) if tile.warps == 8 else tile
 
 
 def levels(capacity: int, top_k: int) -> list[int]:
@@ -131,99 +163,97 @@ def levels(capacity: int, top_k: int) -> list[int]:
 
 
 def is_filtered(spec: DecodeSpec) -> bool:
-    """Whether calls whose scores fit the workspace are filtered."""
+    """Whether a bound drops most scores before the selection."""
     if spec.is_filtered is not None:
         return spec.is_filtered
     return spec.capacity > FILTERED_KEYS
 
 
-def _groups(num_requests: int) -> Groups:
-    """So many programs that a GPU is busy, and so many groups that few keys pass the bound."""
-    if num_requests > 4:
-        return Groups(columns=64, shares=1, max_shares=1)
-    return Groups(columns=128, shares=4 // _power(num_requests), max_shares=4)
+def _score_programs(tile: Tile, num_requests: int, least: int) -> int:
+    """Of decode_scores, of a request: so many that all at once, or in turns, fill a GPU."""
+    few = tile.block * tile.head_block <= 64
+    resident = MULTIPROCESSORS * (2 if tile.warps > 4 else 4 if few else 3)
+    turns = max(1, -(-least * num_requests // resident))
+    return max(1, resident * turns // num_requests)
+
+
+def _groups(tile: Tile, num_requests: int) -> Groups:
+    """Programs share groups where they are more than have some of their own."""
+    programs = _score_programs(tile, num_requests, GROUP_PROGRAMS)
+    shares = 8 if num_requests <= 4 else 2
+    return Groups(
+        programs=min(programs, GROUP_PROGRAMS * shares), columns=GROUP_PROGRAMS, shares=shares
+    )
 
 
 def _filter_parts(num_rows: int) -> int:
-    """A power of two."""
-    return min(FILTER_PARTS, max(1, _power(FILTER_PROGRAMS // num_rows + 1) // 2))
+    return min(FILTER_PARTS, max(1, FILTER_PROGRAMS // num_rows))
 
 
-def _filter_bytes(spec: DecodeSpec, num_rows: int) -> dict[str, int]:
-    """Of each region of the filtered route, for so many rows or fewer."""
-    programs = max(num_rows, FILTER_PROGRAMS)
-    # Requests times programs: 512 of 1, 2, 4 or 8 requests, 64 each of more.
-    columns = max(512, 64 * -(-num_rows // spec.rows))
+def _decode_bytes(spec: DecodeSpec, num_requests: int) -> dict[str, int]:
+    """Of each region of a slice of so many requests, or fewer."""
+    num_rows = num_requests * spec.rows
+    if not is_filtered(spec):
+        spans = levels(spec.capacity, spec.top_k)[0]
+        return {
+            "scores": 4 * spec.capacity * num_rows,
+            "candidates": 8 * spec.top_k * spans * (spans > 1) * num_rows,
+        }
+    is_some = num_rows > 0
+    programs = max(num_rows, FILTER_PROGRAMS * is_some)
+    # Of few requests eight shares, of others two at most.
+    maxima = GROUP_PROGRAMS * max(min(num_requests, 4) * 8, num_requests * 2)
     return {
         # The last row's last chunk is read whole.
-        "scores": 4 * (num_rows * spec.capacity + CHUNK),
+        "scores": 4 * (num_rows * spec.capacity + MAX_FILTER_CHUNK * is_some),
         "candidates": 8 * programs * FILTER_FINAL,
-        "maxima": 4 * 64 * columns * spec.rows,
+        "maxima": 4 * 64 * maxima * spec.rows,
         "counts": 4 * programs,
         "arrived": 4 * num_rows,
     }
 
 
-def _row_bytes(spec: DecodeSpec) -> tuple[int, int]:
-    """Of a row of the tiled route: its scores, and the first level's candidates."""
-    spans = levels(spec.capacity, spec.top_k)[0]
-    return 4 * spec.capacity, 8 * spec.top_k * spans * (spans > 1)
+def decode_slice(spec: DecodeSpec) -> int:
+    """Most requests whose scores fit the workspace, beside what selects from them."""
 
+    def size(num_requests: int) -> int:
+        return sum(_decode_bytes(spec, num_requests).values())
 
-def _max_tiled(spec: DecodeSpec) -> int:
-    """Most requests whose scores fit the workspace, beside the candidates of either route."""
-    streamed, kept = _stream_bytes(decode_tile(spec), spec.top_k)
-    scores, candidates = _row_bytes(spec)
-    if is_filtered(spec):
-        # What is left beside what few rows take, and what each of many adds beside its scores.
-        left = max(0, MAX_WORKSPACE - kept - sum(_filter_bytes(spec, 0).values()))
-        more = 8 * FILTER_FINAL + 4 * 64 * 64 + 8
-        return min(left // (scores + more), max(0, left - streamed) // more) // spec.rows
-    rows = min(MAX_WORKSPACE // (scores + candidates), (MAX_WORKSPACE - kept) // scores)
-    return rows // spec.rows
-
-
-def is_tiled(spec: DecodeSpec, num_requests: int) -> bool:
-    """Whether a call's scores fit the workspace."""
-    return num_requests <= _max_tiled(spec)
-
-
-def _stream_sizes(tile: Tile) -> tuple[int, int]:
-    """Programs of stream, and keys of a chunk: twice and half with few warps."""
-    return (2 * STREAM_PROGRAMS, CHUNK // 2) if tile.warps == 4 else (STREAM_PROGRAMS, CHUNK)
-
-
-def _stream_bytes(tile: Tile, top_k: int) -> tuple[int, int]:
-    programs, chunk = _stream_sizes(tile)
-    return 4 * chunk * programs * tile.block, 8 * top_k * programs * tile.block
-
-
-def _regions(**num_bytes: int) -> tuple[Region, ...]:
-    return tuple(Region(name, "u8", (each,)) for name, each in num_bytes.items())
+    # It grows with requests, by a row's scores at least.
+    most = MAX_WORKSPACE // (4 * spec.capacity * spec.rows)
+    return max(1, bisect_right(range(1, most + 1), MAX_WORKSPACE, key=size))
 
 
 def decode_workspace(spec: DecodeSpec, num_requests: int) -> tuple[Region, ...]:
     """`scores` and `candidates`, which change places from level to level; more for a filter."""
-    rows = min(num_requests, _max_tiled(spec)) * spec.rows
-    if is_filtered(spec):
-        sizes = _filter_bytes(spec, rows)
-        if rows == 0:
-            sizes = dict.fromkeys(sizes, 0)
-    else:
-        scores, candidates = (rows * size for size in _row_bytes(spec))
-        sizes = {"scores": scores, "candidates": candidates}
-    if not is_tiled(spec, num_requests):
-        scores, candidates = _stream_bytes(decode_tile(spec), spec.top_k)
-        sizes["scores"] = max(sizes["scores"], scores)
-        sizes["candidates"] = max(sizes["candidates"], candidates)
-    return _regions(**sizes)
+    return _regions(**_decode_bytes(spec, min(num_requests, decode_slice(spec))))
+
+
+def prefill_slice(spec: PrefillSpec) -> int:
+    """Most rows whose scores are there at once: whole blocks, and turns of range_select."""
+    block = prefill_tile(spec).rows
+    row_bytes = 4 * _pages_of(spec) * PAGE_TOKENS + 8 * RANGE_SIZE
+    rows = SLICE_BYTES // row_bytes
+    step = SLICE_ROWS if rows >= SLICE_ROWS else block
+    return max(block, rows // step * step)
+
+
+def _pages_of(spec: PrefillSpec) -> int:
+    """From row to row of scores; what is read past a row's last chunk is the next row's."""
+    return -(-spec.capacity // PAGE_TOKENS)
 
 
 def prefill_workspace(spec: PrefillSpec, num_rows: int) -> tuple[Region, ...]:
-    """Of every program a chunk of scores and the candidates kept."""
-    scores, candidates = _stream_bytes(prefill_tile(spec), spec.top_k)
-    is_some = num_rows > 0
-    return _regions(scores=scores * is_some, candidates=candidates * is_some)
+    """Scores of a slice, and the candidates of its rows."""
+    block = prefill_tile(spec).rows
+    # Of whole blocks; and the last row's last chunk is read whole.
+    rows = min(-(-num_rows // block) * block, prefill_slice(spec))
+    scores = rows * _pages_of(spec) * PAGE_TOKENS + RANGE_GROUPS * (rows > 0)
+    return _regions(scores=4 * scores, candidates=8 * RANGE_SIZE * rows)
+
+
+def _regions(**num_bytes: int) -> tuple[Region, ...]:
+    return tuple(Region(name, "u8", (each,)) for name, each in num_bytes.items())
 
 
 def select_write(spec: PageWriterSpec, num_tokens: int, flags: Flags) -> tuple[Launch, ...]:
@@ -255,102 +285,85 @@ def select_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
         InvalidArgumentError: a negative count.
     """
     _check_count(num_requests)
-    if num_requests == 0:
-        return ()
-    if not is_tiled(spec, num_requests):
-        return _stream_decode(spec, num_requests)
-    num_rows = num_requests * spec.rows
-    groups = _groups(num_requests) if is_filtered(spec) else None
-    programs = min(spec.width, -(-SCORE_PROGRAMS // num_requests))
+    step = decode_slice(spec)
+    found: list[Launch] = []
+    for first in range(0, num_requests, step):
+        found += _decode_launches(spec, first, min(step, num_requests - first))
+    return tuple(found)
+
+
+def _decode_launches(spec: DecodeSpec, first: int, num_requests: int) -> tuple[Launch, ...]:
+    """Of so many requests from `first` on."""
+    tile = decode_tile(spec)
+    groups = _groups(tile, num_requests) if is_filtered(spec) else None
+    programs = min(spec.width, _score_programs(tile, num_requests, 1))
     scores = decode_scores(
-        _pages(spec),
-        decode_tile(spec),
+        Keys(dtype=spec.element, page_stride=spec.page_stride, table_stride=Stride("page_table")),
+        tile,
+        first=first,
         requests=num_requests,
         programs=programs if groups is None else groups.programs,
         width=spec.width,
         has_maxima=groups is not None,
         pdl=spec.pdl,
     )
+    first_row, num_rows = first * spec.rows, num_requests * spec.rows
     if groups is None:
-        return (scores, *_select_levels(spec, num_rows))
-    return (scores, _filter(spec, groups, num_rows))
-
-
-def _filter(spec: DecodeSpec, groups: Groups, num_rows: int) -> Launch:
-    return filter_scores(
+        return (scores, *_select_levels(spec, first_row, num_rows))
+    is_few = num_rows <= FEW_FILTERED
+    filtered = filter_scores(
         _outputs(spec),
         groups,
+        first=first_row,
         num_rows=num_rows,
         rows=spec.rows,
         parts=_filter_parts(num_rows),
         max_parts=FILTER_PARTS,
         final=FILTER_FINAL,
-        chunk=CHUNK,
+        chunk=MAX_FILTER_CHUNK if is_few else MAX_FILTER_CHUNK // 2,
         width=spec.width,
         table_stride=Stride("page_table"),
-        warps=16,
+        warps=16 if is_few else 8,
+        registers=SELECT_REGISTERS,
         pdl=spec.pdl,
     )
+    return (scores, filtered)
 
 
-def _select_levels(spec: DecodeSpec, num_rows: int) -> list[Launch]:
+def _select_levels(spec: DecodeSpec, first_row: int, num_rows: int) -> list[Launch]:
     """The selections of scores, level by level; regions take turns."""
     spans = levels(spec.capacity, spec.top_k)
-    span = max(1024, min(SPAN, _power(spec.capacity)))
     regions = ("scores", "candidates")
     outputs = _outputs(spec)
     found: list[Launch] = []
-    stride = spec.width
+    stride, size = spec.width, spec.capacity
     for level, count in enumerate(spans):
+        span = max(1024, min(SPAN, _power(size)))
         found.append(
             select(
-                Ranges(seq_lens=True),
                 outputs,
+                first=first_row,
                 num_rows=num_rows,
                 rows=spec.rows,
                 spans=count,
                 span=span,
+                before=SPAN,
                 level=level,
                 source=regions[level % 2],
                 stride=stride,
                 to=None if count == 1 else regions[(level + 1) % 2],
                 width=spec.width,
                 table_stride=Stride("page_table"),
-                warps=_select_warps(span),
+                warps=max(4, min(16, span // 1024)),
                 pdl=spec.pdl,
             )
         )
-        stride = count
+        stride, size = count, count * spec.top_k
     return found
-
-
-def _pages(spec: DecodeSpec) -> Keys:
-    return Keys(dtype=spec.element, page_stride=spec.page_stride, table_stride=Stride("page_table"))
 
 
 def _outputs(spec: DecodeSpec | PrefillSpec) -> Outputs:
     return Outputs(top_k=spec.top_k, slots=spec.has_slots, scores=spec.has_scores)
-
-
-def _select_warps(span: int) -> int:
-    return max(4, min(16, span // 512))
-
-
-def _num_parts(tile: Tile, blocks: int, capacity: int, top_k: int) -> int:
-    """Programs that share the keys of a block: what is left of a GPU, as one span folds them."""
-    programs, chunk = _stream_sizes(tile)
-    return max(1, min(programs // blocks, SPAN // top_k, -(-capacity // chunk)))
-
-
-def _stream_decode(spec: DecodeSpec, num_requests: int) -> tuple[Launch, ...]:
-    return _stream(
-        spec,
-        decode_tile(spec),
-        _pages(spec),
-        Ranges(seq_lens=True),
-        num_rows=num_requests * spec.rows,
-        blocks=num_requests,
-    )
 
 
 def select_prefill(spec: PrefillSpec, num_rows: int) -> tuple[Launch, ...]:
@@ -360,69 +373,49 @@ def select_prefill(spec: PrefillSpec, num_rows: int) -> tuple[Launch, ...]:
         InvalidArgumentError: a negative count.
     """
     _check_count(num_rows)
-    if num_rows == 0:
-        return ()
+    step = prefill_slice(spec)
+    found: list[Launch] = []
+    for first in range(0, num_rows, step):
+        found += _prefill_launches(spec, first, min(step, num_rows - first))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 12)
+def _prefill_launches(spec: PrefillSpec, first: int, rows: int) -> tuple[Launch, ...]:
+    """Of so many rows from `first` on; kept, since most counts have most of their slices alike."""
     tile = prefill_tile(spec)
-    keys, ranges = Keys(dtype=spec.element), Ranges(k_start=True, k_end=True)
+    keys, ranges = Keys(dtype=spec.element), Ranges(k_start=True)
     if spec.width is not None:
         keys = replace(keys, page_stride=spec.page_stride, table_stride=spec.width)
-        ranges = Ranges(row_request=True, k_end=True)
-    blocks = -(-num_rows // tile.rows)
-    return _stream(spec, tile, keys, ranges, num_rows=num_rows, blocks=blocks)
-
-
-def _stream(
-    spec: DecodeSpec | PrefillSpec,
-    tile: Tile,
-    keys: Keys,
-    ranges: Ranges,
-    *,
-    num_rows: int,
-    blocks: int,
-) -> tuple[Launch, ...]:
-    programs, chunk = _stream_sizes(tile)
-    parts = _num_parts(tile, blocks, spec.capacity, spec.top_k)
-    streamed = stream(
-        keys,
-        ranges,
-        _outputs(spec),
-        tile,
-        num_rows=num_rows,
-        blocks=blocks,
-        parts=parts,
-        programs=min(programs, blocks * parts),
-        capacity=spec.capacity,
-        chunk=chunk,
-        pdl=spec.pdl,
-    )
-    if parts == 1:
-        return (streamed,)
-    return (streamed, _fold(spec, tile, keys, ranges, num_rows=num_rows, parts=parts))
-
-
-def _fold(
-    spec: DecodeSpec | PrefillSpec,
-    tile: Tile,
-    keys: Keys,
-    ranges: Ranges,
-    *,
-    num_rows: int,
-    parts: int,
-) -> Launch:
-    """The selection of what the parts of each row kept."""
-    return select(
-        Ranges(row_request=ranges.row_request),
-        _outputs(spec),
-        num_rows=num_rows,
-        rows=tile.rows,
-        spans=1,
-        span=SPAN,
-        level=1,
-        source="candidates",
-        stride=parts,
-        to=None,
-        width=spec.width or 0,
-        table_stride=keys.table_stride,
-        warps=_select_warps(SPAN),
-        pdl=spec.pdl,
+        ranges = Ranges(row_request=True)
+    # All programs at once, or in turns that are full.
+    blocks, resident = -(-rows // tile.rows), 2 * MULTIPROCESSORS
+    turns = -(-_pages_of(spec) * blocks // (resident * RANGE_PAGES))
+    pages = -(-_pages_of(spec) // max(1, resident * turns // blocks))
+    of_both: dict[str, Any] = {
+        "first": first,
+        "num_rows": first + rows,
+        "rows": rows,
+        "capacity": spec.capacity,
+        "stride": _pages_of(spec),
+        "pdl": spec.pdl,
+    }
+    return (
+        range_scores(
+            keys,
+            ranges,
+            tile,
+            span=max(MIN_RANGE_PAGES, pages) * PAGE_TOKENS,
+            **of_both,
+        ),
+        range_select(
+            keys,
+            ranges,
+            _outputs(spec),
+            groups=RANGE_GROUPS,
+            size=RANGE_SIZE,
+            warps=8,
+            registers=SELECT_REGISTERS,
+            **of_both,
+        ),
     )

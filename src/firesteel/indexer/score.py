@@ -7,7 +7,33 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["clamped_length", "decode_scores_kernel", "page_keys", "query_tile", "store_scores"]
+__all__ = [
+    "clamped_length",
+    "decode_scores_kernel",
+    "page_keys",
+    "query_tile",
+    "store_scores",
+    "uniform",
+]
+
+
+@triton.jit
+def uniform(value, PTX: tl.constexpr):
+    """An int32 scalar, of which the assembler then knows that all threads of a warp have the same.
+
+    A loop up to what was loaded, or found by a sum, it would else take for one that threads leave
+    at different times, and keep nothing of it in registers of the warp.
+    """
+    if PTX:
+        value = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return value
 
 
 @triton.jit
@@ -81,10 +107,17 @@ def store_scores(
     ROW_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
-    """Scores of 64 keys to scores_ptrs [64, ROW_BLOCK]; -inf of keys that are not there."""
+    """Scores of 64 keys to scores_ptrs [64, ROW_BLOCK]; -inf of keys that are not there.
+
+    is_there and is_row of None are all keys and all rows.
+    """
     found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
-    found = tl.where(is_there[:, None], found, float("-inf"))
-    tl.store(scores_ptrs, found, mask=is_row[None, :])
+    if is_there is not None:
+        found = tl.where(is_there[:, None], found, float("-inf"))
+    if is_row is None:
+        tl.store(scores_ptrs, found)
+    else:
+        tl.store(scores_ptrs, found, mask=is_row[None, :])
     return found
 
 
@@ -105,7 +138,7 @@ def store_maxima(maxima_ptr, best, row, is_row):
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "page_stride", "width", "stride_scores"],
+    do_not_specialize=["stride_table", "page_stride", "width", "stride_scores", "first_request"],
     do_not_specialize_on_alignment=["w_ptr", "page_table_ptr", "seq_lens_ptr"],
 )
 def decode_scores_kernel(
@@ -122,12 +155,14 @@ def decode_scores_kernel(
     page_stride: tl.int64,
     width: tl.int64,
     stride_scores: tl.int64,
+    first_request: tl.int64,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """scores[r, t] = k_scale[t] * sum over h of w[r, h] * relu(q[r, h] . k[t])
@@ -139,10 +174,11 @@ def decode_scores_kernel(
     scales      [bytes]            fp32   the cache again   as values; None of 16-bit keys
     page_table  [B, width]         int32  unit last stride  live entries read once
     seq_lens    [B]                int32  contiguous        read by each program of its request
-    scores      [B * ROWS, C]      fp32   rows apart        live pages written; the rest as it was
-    maxima      [B * ROWS, P, 64]  fp32   contiguous        written once; or None
-    arrived     [B * ROWS]         int32  contiguous        written once, zeros; None as maxima
+    scores      [S * ROWS, C]      fp32   rows apart        live pages written; the rest as it was
+    maxima      [S * ROWS, P, 64]  fp32   contiguous        written once; or None
+    arrived     [S * ROWS]         int32  contiguous        written once, zeros; None as maxima
 
+    Scored are S requests, from first_request on, of which the first one's scores are the first.
     Pages lie page_stride times 16 bytes apart, rows of scores stride_scores times 64. A key of a
     page that is missing (-1) scores -inf. A page is written whole for every row: keys past a row's
     own length have scores that mean nothing.
@@ -154,13 +190,13 @@ def decode_scores_kernel(
 
     A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
 
-    Grid      (B, P); the P programs of a request share its live pages, whatever width is.
+    Grid      (S, P); the P programs of a request share its live pages, whatever width is.
     Key       type of values, which pointers are None, H, ROWS, blocks, STAGES.
     Numerics  exact products; sums of 128, and of H, in fp32 on the order of the layout, which is
               the same for every page; the same bits whatever B, P and the lengths are. On Hopper
               e4m3 products are added with fewer bits than fp32 has (score_bound_reference). A NaN
               in a key, or as its scale, is its score.
-    Bytes     8448 or 16384 a live page; B * P * ROWS * H * (4 + 128 numbers) from L2; written
+    Bytes     8448 or 16384 a live page; S * P * ROWS * H * (4 + 128 numbers) from L2; written
               4 * ROWS * 64 a live page, and a program with maxima
     Range     pages and scores may lie past 2**31, so offsets are int64. Blocks are powers of
               two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H.
@@ -170,25 +206,30 @@ def decode_scores_kernel(
         # The next launch may take its place now: it waits for the end of this one.
         gdc_launch_dependents()
         gdc_wait()
-    b = tl.program_id(0).to(tl.int64)
+    own_b = tl.program_id(0).to(tl.int64)
+    b = first_request + own_b
     j = tl.arange(0, ROW_BLOCK)
-    row = b * ROWS + j
+    row = own_b * ROWS + j
     rest = ROW_BLOCK + tl.arange(0, max(REST_BLOCK, 1))
-    rest_row = b * ROWS + rest
+    rest_row = own_b * ROWS + rest
+    first_row = first_request * ROWS
     if arrived_ptr is not None:
         own = tl.arange(0, 8)
         is_own = (own < ROWS) & (tl.program_id(1) == 0)
-        tl.store(arrived_ptr + b * ROWS + own, tl.zeros((8,), tl.int32), mask=is_own)
+        tl.store(arrived_ptr + own_b * ROWS + own, tl.zeros((8,), tl.int32), mask=is_own)
     seq_len = tl.load(seq_lens_ptr + b)
     capacity = width * 64
     length = clamped_length(seq_len, j, ROWS, capacity)
     rest_length = clamped_length(seq_len, rest, ROWS, capacity)
     pages = ((clamped_length(seq_len, ROWS - 1, ROWS, capacity) + 63) // 64).to(tl.int32)
+    pages = uniform(pages, PTX)
     first, step = tl.program_id(1), tl.num_programs(1)
     # Read before the length is known, so that one wait is for both.
-    q, w = query_tile(q_ptr, w_ptr, row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
+    q, w = query_tile(q_ptr, w_ptr, first_row + row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
     if REST_BLOCK > 0:
-        rest_q, rest_w = query_tile(q_ptr, w_ptr, rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
+        rest_q, rest_w = query_tile(
+            *(q_ptr, w_ptr, first_row + rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
+        )
     if first >= pages:
         return
     best = tl.full((64, ROW_BLOCK), float("-inf"), tl.float32)

@@ -6,13 +6,13 @@
 A score becomes a 32-bit key that orders as scores do, 0 for what is never selected (NaN, -inf, a
 hole). The key of the k-th score is found three bits at a time from the top: of the keys that
 agree so far, count how many have each digit, and take the largest digit at or above which there are
-enough. The first digits are counted from the largest key down, which finds eight bits at once. As
+enough. The first digits are counted from the largest key down, which finds many bits at once. As
 soon as all keys of a digit are wanted there is nothing left to find. Keys equal to the k-th one are
 taken from the lowest position up, by an index-ordered count. Nothing depends on the order in which
 threads come, so the same bits come out on every run.
 
-Candidates are what selections leave to later ones: int64, the key above, the position below; 0 is a
-hole. They lie in the order of positions.
+Candidates are what levels of selection leave to later ones: int32, a list of keys, 0 for a hole,
+then one of positions, in the order of positions.
 """
 
 import triton
@@ -22,13 +22,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from firesteel.indexer.score import clamped_length
 
 __all__ = [
-    "as_candidates",
-    "candidate_keys",
-    "count_selectable",
     "ordered_keys",
     "ranks",
+    "scatter",
+    "scores_of",
     "select_kernel",
+    "taken",
     "threshold",
+    "threshold_from",
     "write_selected",
 ]
 
@@ -36,36 +37,39 @@ __all__ = [
 @triton.jit
 def ordered_keys(scores):
     """uint32 keys of fp32 scores that order alike; -0 is 0; only NaN and -inf have key 0."""
-    bits = scores.to(tl.int32, bitcast=True)
-    bits = tl.where(bits == -2147483648, 0, bits)
-    keys = tl.where(bits < 0, ~bits, bits | -2147483648)
-    is_never = ((bits & 0x7FFFFFFF) > 0x7F800000) | (bits == -8388608)
-    return tl.where(is_never, 0, keys).to(tl.uint32, bitcast=True)
+    # A NaN is no larger than anything; -0 + 0 is 0.
+    bits = (tl.where(scores > float("-inf"), scores, float("-inf")) + 0.0).to(
+        tl.int32, bitcast=True
+    )
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True) - 0x007FFFFF
 
 
 @triton.jit
 def scores_of(keys):
-    """The fp32 scores of uint32 keys that are not 0."""
-    bits = keys.to(tl.int32, bitcast=True)
+    """The fp32 scores of uint32 keys; -inf of 0."""
+    bits = (keys + 0x007FFFFF).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits & 0x7FFFFFFF, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def as_candidates(keys, positions):
-    """int64 of uint32 keys and int32 positions."""
-    return (keys.to(tl.uint64) << 32 | positions.to(tl.uint64)).to(tl.int64, bitcast=True)
+def scatter(base_ptr, place, values, mask, PTX: tl.constexpr):
+    """Store values of 32 bits to int32 places, of any order, after base_ptr.
 
-
-@triton.jit
-def candidate_keys(candidates):
-    """The uint32 keys of candidates."""
-    return (candidates.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
-
-
-@triton.jit
-def candidate_positions(candidates):
-    """The int32 positions of candidates."""
-    return (candidates & 0xFFFFFFFF).to(tl.int32)
+    By PTX, which Triton's interpreter does not run: `tl.store` would first give each thread one
+    place of each row of threads, through shared memory.
+    """
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $4, 0; "
+            "mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }",
+            "=r,l,r,r,r",
+            [base_ptr.to(tl.int64), place, values.to(tl.int32, bitcast=True), mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(base_ptr + place, values, mask=mask)
 
 
 @triton.jit
@@ -75,124 +79,189 @@ def count_selectable(keys):
 
 
 @triton.jit
-def digit_counts(keys, prefix, shift):
-    """(even, odd): keys by how many times 2^shift they lie above prefix, 0 to 7 times.
+def digit_counts(keys, prefix, shift, WARPS: tl.constexpr):
+    """Keys by how many times 2^shift they lie above prefix: uint32 of digits 0|4, 1|5, 2|6, 3|7.
 
-    Counts are 16 bits each: those of 0, 2, 4 and 6 in the uint64 even, from its lowest bits up, the
-    others in odd. A key adds one to four bits of an int32, eight keys a word; words are widened to
-    bytes, those of a thread added, then to 16 bits and added over the block, all in one
-    reduction. So a key costs one addition, and not one a digit.
+    The lower digit's count is in the lower 16 bits. That of digit 0 has all keys that lie elsewhere
+    too. A key adds one to four bits of a word, eight keys a word; words are widened to bytes, those
+    of a thread added, then to 16 bits, and added over a warp and over warps: four sums for all
+    digits.
     """
     COUNT: tl.constexpr = keys.shape[0]
     KEYS: tl.constexpr = min(COUNT, 8)
-    # As many as a thread of sixteen warps has.
-    WORDS: tl.constexpr = max(min(COUNT // 4096, 4), 1)
-    # Keys below prefix wrap around, and so lie far above.
-    left = (keys - prefix) >> shift
-    one = tl.where(left < 8, tl.full((COUNT,), 1, tl.uint32) << ((left << 2) & 31), 0)
+    # As many as a thread has, and as bytes hold.
+    WORDS: tl.constexpr = min(max(COUNT // KEYS // (32 * WARPS), 1), 16)
+    SIZE: tl.constexpr = COUNT // KEYS // WORDS
+    LANES: tl.constexpr = min(SIZE, 32)
+    # Keys below prefix wrap around, and so lie far above. Eight digits up is digit 0 again.
+    place = tl.minimum((keys - prefix) >> shift, 8) * 4
+    one = tl.full((COUNT,), 1, tl.uint32)
+    # A rotation, which takes an instruction less than a shift.
+    one = (one << (place & 31)) | (one >> ((32 - place) & 31))
     words = tl.sum(tl.reshape(one, (COUNT // KEYS, KEYS), can_reorder=True), axis=1)
     # Reshaped and added at once, as before: so words of one thread are.
-    SHAPE: tl.constexpr = (COUNT // KEYS // WORDS, WORDS)
-    even = tl.sum(tl.reshape(words & 0x0F0F0F0F, SHAPE, can_reorder=True), axis=1)
-    odd = tl.sum(tl.reshape((words >> 4) & 0x0F0F0F0F, SHAPE, can_reorder=True), axis=1)
-    widened = tl.join(even, odd).to(tl.uint64)
-    widened = (widened | (widened << 16)) & 0x0000FFFF0000FFFF
-    widened = (widened | (widened << 8)) & 0x00FF00FF00FF00FF
-    return tl.split(tl.sum(widened, axis=0))
+    even = tl.reshape(words & 0x0F0F0F0F, (SIZE, WORDS), can_reorder=True)
+    odd = tl.reshape((words >> 4) & 0x0F0F0F0F, (SIZE, WORDS), can_reorder=True)
+    even, odd = tl.sum(even, axis=1), tl.sum(odd, axis=1)
+    low = tl.join(even & 0x00FF00FF, odd & 0x00FF00FF)
+    high = tl.join((even >> 8) & 0x00FF00FF, (odd >> 8) & 0x00FF00FF)
+    found = tl.reshape(tl.join(low, high), (SIZE // LANES, LANES, 2, 2))
+    # Over a warp apart: integers of 32 bits that one instruction adds.
+    found = tl.sum(tl.sum(found, axis=1), axis=0)
+    low, high = tl.split(found)
+    zero, one = tl.split(low)
+    two, three = tl.split(high)
+    return zero, one, two, three
 
 
 @triton.jit
-def at_least(even, odd):
-    """Counts, 16 bits each, of keys whose digit is at least 0, 2, 4, 6; of digit_counts' counts."""
-    sums = even + odd
-    sums += sums >> 16
-    return sums + (sums >> 32)
+def at_least(zero, one, two, three):
+    """Counts of keys whose digit is at least 0|4, 1|5, 2|6, 3|7 of its four; of digit_counts'."""
+    two += three
+    one += two
+    return zero + one, one, two, three
 
 
 @triton.jit
-def narrowed(even, odd, prefix, shift, ties):
+def narrowed(zero, one, two, three, inside, prefix, shift, ties):
     """(prefix, ties, inside) once the counts of digits at `shift` are known; ties is at least 1.
 
-    The digit is the largest at or above which there are `ties` keys; `inside` keys have it, and
-    the new ties are how many of those are wanted. Scalars, not vectors of counts: each step of a
-    sum over threads would cost more than all of this.
+    `inside` keys had the prefix, of which `ties` are wanted. The digit is the largest at or above
+    which there are as many. Scalars, not vectors of counts: each step of a sum over threads would
+    cost more than all of this.
     """
-    sums = at_least(even, odd)
-    wanted = ties.to(tl.uint64)
-    pair = ((sums >> 16) & 0xFFFF >= wanted).to(tl.uint64)
-    pair += ((sums >> 32) & 0xFFFF >= wanted).to(tl.uint64)
-    pair += (sums >> 48 >= wanted).to(tl.uint64)
-    place = pair * 16
-    above = ((sums >> 16) >> place) & 0xFFFF
-    upper = (odd >> place) & 0xFFFF
-    lower = (even >> place) & 0xFFFF
-    is_upper = above + upper >= wanted
-    above = tl.where(is_upper, above, above + upper)
-    inside = tl.where(is_upper, upper, lower).to(tl.int32)
-    digit = (pair * 2 + is_upper.to(tl.uint64)).to(tl.uint32)
+    zero, one, two, three = at_least(zero, one, two, three)
+    wanted = ties.to(tl.uint32)
+    upper = zero >> 16
+    is_upper = upper >= wanted
+    half = tl.where(is_upper, 16, 0).to(tl.uint32)
+    above = tl.where(is_upper, 0, upper)
+    whole = tl.where(is_upper, upper, inside.to(tl.uint32))
+    digit = tl.where(is_upper, 4, 0).to(tl.uint32)
+    three = ((three >> half) & 0xFFFF) + above
+    two = ((two >> half) & 0xFFFF) + above
+    one = ((one >> half) & 0xFFFF) + above
+    found = tl.where(one >= wanted, one, whole)
+    found = tl.where(two >= wanted, two, found)
+    found = tl.where(three >= wanted, three, found)
+    more = tl.where(one >= wanted, two, one)
+    more = tl.where(two >= wanted, three, more)
+    above = tl.where(three >= wanted, above, more)
+    digit += (one >= wanted).to(tl.uint32) + (two >= wanted).to(tl.uint32)
+    digit += (three >= wanted).to(tl.uint32)
+    inside = (found - above).to(tl.int32)
     return prefix + (digit << shift), ties - above.to(tl.int32), inside
 
 
 @triton.jit
-def threshold(keys, earlier, TOP_K: tl.constexpr, SLACK: tl.constexpr, HAS_EARLIER: tl.constexpr):
-    """(prefix, shift, ties, total): take keys whose top bits pass prefix's, and ties that equal.
+def search(keys, least, left, inside, ties, SLACK: tl.constexpr, WARPS: tl.constexpr):
+    """(least, ties, surplus): the least key to take, of which `ties` are wanted, `surplus` not.
 
-    total is how many are taken: TOP_K, or as many as there are. `earlier` are more keys, whose
-    positions are all lower. The search ends once at most SLACK keys more than wanted have the
-    prefix; with a SLACK, prefix is a bound that TOP_K keys reach, and few more.
+    `inside` keys are in the window of `least`, of 2^(3 left), and `ties` of them are wanted.
     """
-    # Sign, and all of the exponent but a bit: most often the k-th key is at most seven below the
-    # largest there, and one pass finds the first eight bits.
-    top = tl.max(keys, axis=0)
-    if HAS_EARLIER:
-        top = tl.maximum(top, tl.max(earlier, axis=0))
-    prefix = (tl.maximum(top >> 24, 7) - 7) << 24
-    shift = tl.full((), 24, tl.uint32)
-    even, odd = digit_counts(keys, prefix, shift)
-    if HAS_EARLIER:
-        more_even, more_odd = digit_counts(earlier, prefix, shift)
-        even, odd = even + more_even, odd + more_odd
-    total = tl.full((), TOP_K, tl.int32)
-    ties = total
-    # Holes are 0, and so in no window but the lowest.
-    if (prefix > 0) & (at_least(even, odd) & 0xFFFF >= TOP_K):
-        prefix, ties, inside = narrowed(even, odd, prefix, shift, ties)
-        left = tl.where(inside - ties <= SLACK, 0, 8)
-    else:
-        found = count_selectable(keys)
-        if HAS_EARLIER:
-            found += count_selectable(earlier)
-        total = tl.minimum(found, TOP_K)
-        ties = total
-        # Where all are wanted, every key that is not 0 passes the prefix 0.
-        prefix, shift = prefix * 0, shift * 0
-        left = tl.where(total < found, 11, 0)
     while left > 0:
         left -= 1
         shift = (left * 3).to(tl.uint32)
-        even, odd = digit_counts(keys, prefix, shift)
-        if HAS_EARLIER:
-            more_even, more_odd = digit_counts(earlier, prefix, shift)
-            even, odd = even + more_even, odd + more_odd
-        prefix, ties, inside = narrowed(even, odd, prefix, shift, ties)
+        zero, one, two, three = digit_counts(keys, least, shift, WARPS)
+        least, ties, inside = narrowed(zero, one, two, three, inside, least, shift, ties)
         left = tl.where(inside - ties <= SLACK, 0, left)
-    return prefix, shift, ties, total
+    return least, ties, inside - ties
 
 
 @triton.jit
-def ranks(keys, prefix, shift, ties):
-    """(is_taken, place): which keys are taken, and the place of each that is, from 0.
+def threshold(keys, TOP_K: tl.constexpr, SLACK: tl.constexpr, WARPS: tl.constexpr):
+    """(least, ties, surplus, total): take keys from least on; of those equal, where surplus, ties.
 
-    Both counts, of keys above the threshold and of its ties, are one sum: 16 bits each.
+    total is how many are taken: TOP_K, or as many as are not 0. Without a surplus all keys from
+    `least` on are taken, `total` of them; with one, `ties` of those equal to it. The search ends
+    once at most SLACK keys more than wanted are left: with a SLACK, `least` is a bound that TOP_K
+    keys reach, and `surplus` more.
     """
-    left, wanted = keys >> shift, prefix >> shift
-    is_above = (left > wanted) & (keys != 0)
-    is_tie = (left == wanted) & (keys != 0)
-    packed = (is_above.to(tl.int32) << 16) | is_tie.to(tl.int32)
-    counted = tl.cumsum(packed, axis=0)
-    num_above, num_ties = counted >> 16, counted & 0xFFFF
-    is_taken = is_above | (is_tie & (num_ties <= ties))
-    return is_taken, num_above + tl.minimum(num_ties, ties) - 1
+    # Sign, and all of the exponent but a bit: most often the k-th key is at most six below the
+    # largest there, and one pass finds the first eight bits.
+    least = (tl.maximum(tl.max(keys, axis=0) >> 24, 7) - 7) << 24
+    shift = tl.full((), 24, tl.uint32)
+    zero, one, two, three = digit_counts(keys, least, shift, WARPS)
+    total = tl.full((), TOP_K, tl.int32)
+    ties, inside = total, tl.full((), keys.shape[0], tl.int32)
+    upper, lower, _, _ = at_least(zero, one, two, three)
+    # Of digit 1 at least.
+    if (upper >> 16) + (lower & 0xFFFF) >= TOP_K:
+        least, ties, inside = narrowed(zero, one, two, three, inside, least, shift, ties)
+        left = tl.where(inside - ties <= SLACK, 0, 8)
+    else:
+        found = count_selectable(keys)
+        # Where all are wanted, those are all keys from 1 on.
+        left = tl.where(found > TOP_K, 11, 0)
+        least = (found <= TOP_K).to(tl.uint32)
+        total = tl.minimum(found, TOP_K)
+        ties = total
+        inside = tl.where(found > TOP_K, inside, total)
+    least, ties, surplus = search(keys, least, left, inside, ties, SLACK, WARPS)
+    return least, ties, surplus, total
+
+
+@triton.jit
+def threshold_from(keys, floor, count, TOP_K: tl.constexpr, WARPS: tl.constexpr):
+    """threshold without a slack, of `count` keys from `floor` on, which is not 0; others are below.
+
+    Keys that a bound has left are near each other: fewer digits tell them apart.
+    """
+    # Eight digits are at least as wide as what lies between.
+    wide = (tl.max(keys, axis=0) - floor).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    left = (tl.maximum(wide - 129, 0) + 2) // 3 + 1
+    left = tl.where(count > TOP_K, left, 0)
+    total = tl.minimum(count, TOP_K)
+    # A window ends at 2^32 at most, so that what is below it does not wrap around into it. The
+    # widest begins at 0, and so has what is not a key in it too.
+    window = tl.full((), 1, tl.uint32) << (tl.minimum(left, 10) * 3).to(tl.uint32)
+    floor = tl.minimum(floor, tl.where(left > 10, 0, 0xFFFFFFFF - (window - 1)))
+    inside = tl.where(left > 10, keys.shape[0], count)
+    least, ties, surplus = search(keys, floor, left, inside, total, 0, WARPS)
+    surplus = tl.where(count > TOP_K, surplus, 0)
+    return least, ties, surplus, total
+
+
+@triton.jit
+def ranks(is_one, WARPS: tl.constexpr, VECTOR: tl.constexpr):
+    """(places, total): how many of is_one, zeros and ones by position, are before each; and in all.
+
+    A thread has VECTOR neighbours, then as many of the next THREADS times VECTOR, and so on: four
+    such turns are counted in one sum over threads, 16 bits each.
+    """
+    COUNT: tl.constexpr = is_one.shape[0]
+    NEAR: tl.constexpr = min(VECTOR, COUNT)
+    THREADS: tl.constexpr = min(32 * WARPS, COUNT // NEAR)
+    TURNS: tl.constexpr = COUNT // (THREADS * NEAR)
+    FIELDS: tl.constexpr = min(TURNS, 4)
+    cells = tl.reshape(is_one, (TURNS // FIELDS, FIELDS, THREADS, NEAR))
+    shifts = (tl.arange(0, FIELDS) * 16).to(tl.uint64)[None, :, None]
+    own = tl.sum(tl.sum(cells, axis=3).to(tl.uint64) << shifts, axis=1)
+    # Of a turn all are before the first of the next.
+    whole = tl.sum(own, axis=1)
+    earlier = (whole << 16) + (whole << 32) + (whole << 48)
+    before = tl.cumsum(own, axis=1) - own + earlier[:, None]
+    turns = ((whole + earlier) >> (16 * (FIELDS - 1))) & 0xFFFF
+    total = tl.sum(turns, axis=0).to(tl.int32)
+    if TURNS > FIELDS:
+        turns = tl.cumsum(turns, axis=0) - turns
+        turns += (turns << 16) + (turns << 32) + (turns << 48)
+        before += turns[:, None]
+    first = ((before[:, None, :] >> shifts) & 0xFFFF).to(tl.int32)
+    return tl.reshape(first[:, :, :, None] + tl.cumsum(cells, axis=3) - cells, (COUNT,)), total
+
+
+@triton.jit
+def taken(keys, least, ties, surplus, WARPS: tl.constexpr, VECTOR: tl.constexpr):
+    """(is_taken, place): which keys threshold takes, and the place of each that is, from 0."""
+    is_taken = (keys >= least).to(tl.int32)
+    if surplus > 0:
+        # The first so many of those equal.
+        is_tie = (keys == least).to(tl.int32)
+        place, _ = ranks(is_tie, WARPS, VECTOR)
+        is_taken = tl.where((is_tie > 0) & (place >= ties), 0, is_taken)
+    place, _ = ranks(is_taken, WARPS, VECTOR)
+    return is_taken > 0, place
 
 
 @triton.jit
@@ -209,34 +278,38 @@ def write_selected(
     slots_ptr,
     selected_scores_ptr,
     TOP_K: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """A row's outputs: positions, and where asked for their slots and scores; -1 and -inf after."""
     at = row * TOP_K
-    tl.store(indices_ptr + at + place, positions, mask=is_taken)
     tail = tl.arange(0, TOP_K)
     is_tail = tail >= total
-    tl.store(indices_ptr + at + tail, tl.full((TOP_K,), -1, tl.int32), mask=is_tail)
+    scatter(indices_ptr + at, place, positions, is_taken, PTX)
     if slots_ptr is not None:
         pages_ptrs = page_table_ptr + table_start + positions // 64
         page = tl.load(pages_ptrs, mask=is_taken, other=0)
-        tl.store(slots_ptr + at + place, page * 64 + positions % 64, mask=is_taken)
-        tl.store(slots_ptr + at + tail, tl.full((TOP_K,), -1, tl.int32), mask=is_tail)
+        scatter(slots_ptr + at, place, page * 64 + positions % 64, is_taken, PTX)
     if selected_scores_ptr is not None:
-        tl.store(selected_scores_ptr + at + place, scores_of(keys), mask=is_taken)
-        holes = tl.full((TOP_K,), float("-inf"), tl.float32)
-        tl.store(selected_scores_ptr + at + tail, holes, mask=is_tail)
+        scatter(selected_scores_ptr + at, place, scores_of(keys), is_taken, PTX)
+    if total < TOP_K:
+        none = tl.full((TOP_K,), -1, tl.int32)
+        tl.store(indices_ptr + at + tail, none, mask=is_tail)
+        if slots_ptr is not None:
+            tl.store(slots_ptr + at + tail, none, mask=is_tail)
+        if selected_scores_ptr is not None:
+            holes = tl.full((TOP_K,), float("-inf"), tl.float32)
+            tl.store(selected_scores_ptr + at + tail, holes, mask=is_tail)
 
 
 @triton.jit(
-    do_not_specialize=["stride", "stride_table", "width", "R"],
-    do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr", "row_request_ptr"],
+    do_not_specialize=["stride", "stride_table", "width", "first_row", "R"],
+    do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr"],
 )
 def select_kernel(
     scores_ptr,
     from_ptr,
     page_table_ptr,
     seq_lens_ptr,
-    row_request_ptr,
     to_ptr,
     indices_ptr,
     slots_ptr,
@@ -244,31 +317,36 @@ def select_kernel(
     stride: tl.int64,
     stride_table: tl.int64,
     width: tl.int64,
+    first_row: tl.int64,
     R: tl.int64,
     ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
     SPAN: tl.constexpr,
+    BEFORE: tl.constexpr,
     LEVEL: tl.constexpr,
     IS_ONE: tl.constexpr,
+    WARPS: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The TOP_K largest of each SPAN scores of a row, in the order of positions
 
     name             shape         dtype  layout            traffic
     scores           [R, C]        fp32   rows apart        level 0: live keys read once
-    from             [R, S']       int64  contiguous        later levels: live candidates read once
+    from             [R, 2, S']    int32  contiguous        later levels: live candidates read once
     page_table       [B, width]    int32  unit last stride  read for slots
-    seq_lens         [B]           int32  contiguous        read once; None: all of S' is live
-    row_request      [R]           int32  contiguous        read for slots; None: r / ROWS
-    to               [R, S]        int64  contiguous        TOP_K a live span written; or None
+    seq_lens         [B]           int32  contiguous        read once
+    to               [R, 2, S]     int32  contiguous        TOP_K a live span written; or None
     indices          [R, TOP_K]    int32  contiguous        written once, no init; or None
     slots            [R, TOP_K]    int32  contiguous        as indices; or None
     selected_scores  [R, TOP_K]    fp32   contiguous        as indices; or None
 
-    Rows of scores lie stride times 64 apart, and so end in whole pages; rows of `from` have stride
-    times TOP_K candidates. A level's candidates are TOP_K a span, holes (0) last, in `to` for each
-    of the grid's spans. A span past a row's length is not written, and not
-    read: the next level knows the length too. The last level, of one span, writes the outputs.
+    R rows are selected from: those from first_row on of the rows that lengths and outputs
+    are of. Rows of scores lie stride times 64 apart, and so end in whole pages; rows of `from` have
+    stride times TOP_K candidates. A level's candidates are TOP_K a span, holes (0) last, in `to`
+    for each of the grid's spans. A span past a row's length is not written, and not read: the next
+    level knows the length too. Spans of the levels before have BEFORE keys each. The last level, of
+    one span, writes the outputs.
 
     With IS_ONE all scores of a row are one span, and are read whatever its length is: the read does
     not wait for the length.
@@ -277,7 +355,7 @@ def select_kernel(
     [2, 3 | 4, hole], and those, as one span of level 1, [2, 4]: of the tied 7s the first.
 
     Grid      (R, spans).
-    Key       which pointers are None, constexprs.
+    Key       which pointers are None, constexprs; WARPS is num_warps.
     Numerics  exact; the same bits every run, whatever SPAN and the levels are.
     Bytes     4 a live key or 8 a live candidate read; 8 * TOP_K a live span, at the last level
               4 * TOP_K an output of a row, written
@@ -292,16 +370,12 @@ def select_kernel(
     if row >= R:
         return
     span = tl.program_id(1)
-    b = row // ROWS
-    if row_request_ptr is not None:
-        b = tl.maximum(tl.load(row_request_ptr + row), 0).to(tl.int64)
-    if seq_lens_ptr is not None:
-        length = clamped_length(tl.load(seq_lens_ptr + b), row % ROWS, ROWS, width * 64)
-        # Candidates of the level before: TOP_K for each of its live spans.
-        for _ in tl.static_range(LEVEL):
-            length = (length + SPAN - 1) // SPAN * TOP_K
-    else:
-        length = stride * TOP_K
+    call_row = first_row + row
+    b = call_row // ROWS
+    length = clamped_length(tl.load(seq_lens_ptr + b), call_row % ROWS, ROWS, width * 64)
+    # Candidates of the level before: TOP_K for each of its live spans.
+    for _ in tl.static_range(LEVEL):
+        length = (length + BEFORE - 1) // BEFORE * TOP_K
     begin = span.to(tl.int64) * SPAN
     # Every row has outputs; of no keys too.
     if (begin >= length) & (span > 0):
@@ -318,20 +392,19 @@ def select_kernel(
         keys = tl.where(t < live, ordered_keys(scores), 0)
         positions = begin.to(tl.int32) + t
     else:
-        from_ptrs = from_ptr + row * stride * TOP_K + begin + t
-        keys = candidate_keys(tl.load(from_ptrs, mask=is_read, other=0))
-    prefix, shift, ties, total = threshold(keys, keys, TOP_K, 0, False)
-    is_taken, place = ranks(keys, prefix, shift, ties)
+        list_ptr = from_ptr + row * stride * (2 * TOP_K)
+        keys = tl.load(list_ptr + begin + t, mask=is_read, other=0).to(tl.uint32, bitcast=True)
+    least, ties, surplus, total = threshold(keys, TOP_K, 0, WARPS)
+    is_taken, place = taken(keys, least, ties, surplus, WARPS, 4)
     if LEVEL > 0:
-        # Read again: held from the start, positions would take as many registers as keys. Another
-        # policy keeps the compiler from seeing that the reads are the same.
-        again = tl.load(from_ptrs, mask=is_taken, other=0, eviction_policy="evict_first")
-        positions = candidate_positions(again)
+        positions = tl.load(list_ptr + stride * TOP_K + begin + t, mask=is_taken, other=0)
     if to_ptr is not None:
-        start = (row * tl.num_programs(1) + span) * TOP_K
-        tl.store(to_ptr + start + place, as_candidates(keys, positions), mask=is_taken)
+        size = tl.num_programs(1) * TOP_K
+        own_ptr = to_ptr + row * size * 2 + span * TOP_K
+        scatter(own_ptr, place, keys.to(tl.int32, bitcast=True), is_taken, PTX)
+        scatter(own_ptr + size, place, positions, is_taken, PTX)
         tail = tl.arange(0, TOP_K)
-        tl.store(to_ptr + start + tail, tl.full((TOP_K,), 0, tl.int64), mask=tail >= total)
+        tl.store(own_ptr + tail, tl.full((TOP_K,), 0, tl.int32), mask=tail >= total)
     else:
         write_selected(
             keys,
@@ -339,11 +412,12 @@ def select_kernel(
             is_taken,
             place,
             total,
-            row,
+            call_row,
             page_table_ptr,
             b * stride_table,
             indices_ptr,
             slots_ptr,
             selected_scores_ptr,
             TOP_K,
+            PTX,
         )

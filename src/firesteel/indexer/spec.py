@@ -25,8 +25,8 @@ TOP_KS = (512, 1024, 2048)
 MAX_HEADS = 64
 MAX_ROWS = 8
 """Rows a request: one token and up to seven drafts."""
-MAX_KEYS = 2**31 - 2**16
-"""Keys of a request: positions are int32, and a chunk's end must be one too."""
+MAX_KEYS = 1 << 22
+"""Keys of a request: scores of a block of rows fit the workspace."""
 KEY_DTYPES = ("bf16", "fp16", "fp32")
 SLOT_DTYPES = ("i32", "i64")
 
@@ -38,16 +38,24 @@ def _check_range(name: str, value: object, least: int, most: int) -> None:
         )
 
 
-def _check_heads(num_heads: int, top_k: int) -> None:
+def _check_flags(spec: PageWriterSpec | DecodeSpec | PrefillSpec, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(f"{name}: got {value!r}, must be True or False")
+
+
+def _check_heads(num_heads: int, top_k: object) -> None:
     _check_range("num_heads", num_heads, 8, MAX_HEADS)
-    if top_k not in TOP_KS:
-        raise UnsupportedError(f"top_k: got {top_k}, must be one of {', '.join(map(str, TOP_KS))}")
+    if not isinstance(top_k, int) or top_k not in TOP_KS:
+        allowed = ", ".join(map(str, TOP_KS))
+        raise UnsupportedError(f"top_k: got {top_k!r}, must be one of {allowed}")
 
 
 def _set_pages(spec: PageWriterSpec | DecodeSpec | PrefillSpec) -> None:
     """Check the type of the keys; a page_stride of 0 becomes the bytes of a page."""
     check_cache_dtype(spec.cache_dtype)
-    if spec.page_stride == 0:
+    if spec.page_stride == 0 and type(spec.page_stride) is int:
         object.__setattr__(spec, "page_stride", page_bytes(spec.cache_dtype))
     check_page_stride(spec.page_stride, spec.cache_dtype)
 
@@ -94,6 +102,7 @@ class PageWriterSpec:
 
     def __post_init__(self) -> None:
         _set_pages(self)
+        _check_flags(self, "power_of_two", "pdl")
         if self.power_of_two and self.cache_dtype != "e4m3":
             raise UnsupportedError(
                 f"power_of_two: got True, must be False of {self.cache_dtype}, which has no scales"
@@ -184,6 +193,10 @@ class DecodeSpec:
         _check_heads(self.num_heads, self.top_k)
         _check_range("rows", self.rows, 1, MAX_ROWS)
         _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
+        _check_flags(self, "has_slots", "has_scores", "pdl")
+        chosen: Any = self.is_filtered
+        if chosen is not None and not isinstance(chosen, bool):
+            raise InvalidArgumentError(f"is_filtered: got {chosen!r}, must be None, True or False")
         _set_pages(self)
 
     @property
@@ -274,7 +287,8 @@ class PrefillSpec:
         width         columns of the page table; None where keys are contiguous
         num_requests  rows of the page table, whose values may change in place; with a width
         cache_dtype   of the keys and of q: e4m3, bf16 or fp16
-        page_stride   bytes from page to page, a multiple of 16; 0 for those of a page alone
+        page_stride   bytes from page to page, a multiple of 16; 0 for those of a page alone, and
+                      without a width
         has_slots     as `DecodeSpec`'s; with a width
 
     Raises
@@ -298,14 +312,22 @@ class PrefillSpec:
             raise InvalidArgumentError(
                 f"num_keys, width: got {self.num_keys} and {self.width}, must be one of them"
             )
-        if self.num_keys is not None:
-            _check_range("num_keys", self.num_keys, 1, MAX_KEYS)
-            if self.has_slots:
-                raise UnsupportedError("has_slots: got True, must be False of contiguous keys")
-        else:
-            _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
+        _check_flags(self, "has_slots", "has_scores", "pdl")
         _check_range("num_requests", self.num_requests, 1, 1 << 24)
         _set_pages(self)
+        if self.num_keys is None:
+            _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
+            return
+        _check_range("num_keys", self.num_keys, 1, MAX_KEYS)
+        if self.has_slots:
+            raise UnsupportedError("has_slots: got True, must be False of contiguous keys")
+        # What only pages have: another value would be passed over.
+        for name, only in (("num_requests", 1), ("page_stride", page_bytes(self.cache_dtype))):
+            value = getattr(self, name)
+            if value != only:
+                raise InvalidArgumentError(
+                    f"{name}: got {value}, must be left out of contiguous keys"
+                )
 
     @property
     def title(self) -> str:
@@ -364,7 +386,7 @@ class PrefillSpec:
         )
 
     def workspace(self, num_tokens: int) -> tuple[Region, ...]:
-        """Scratch and candidates of the programs, whatever the number of rows and keys."""
+        """Scores and candidates of a slice of rows."""
         from firesteel.indexer.plan import prefill_workspace
 
         return prefill_workspace(self, num_tokens)

@@ -35,7 +35,12 @@ def round_to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     largest = wide.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dim=-1)
-    scales = (largest / _LARGEST).clamp(min=_SMALLEST_SCALE).masked_fill(largest == 0, 1.0)
+    # By a tensor: a GPU multiplies by the reciprocal of a number instead, which rounds otherwise.
+    scales = (
+        (largest / torch.full_like(largest, _LARGEST))
+        .clamp(min=_SMALLEST_SCALE)
+        .masked_fill(largest == 0, 1.0)
+    )
     values = (wide / scales.unsqueeze(-1)).clamp(-_LARGEST, _LARGEST)
     return values.to(torch.float8_e4m3fn), scales
 

@@ -175,5 +175,5 @@ def test_a_score_where_none_is_and_none_where_one_is(
 
 def test_the_bound_has_room_for_the_matrix_unit_and_for_fp32() -> None:
     assert float(score_bound(torch.tensor(1.0).double(), 64)) == pytest.approx(
-        1.01 * (DOT_ROUNDING + 65 * 2.0**-24)
+        1.01 * (DOT_ROUNDING["e4m3"] + 65 * 2.0**-24)
     )

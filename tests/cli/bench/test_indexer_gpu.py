@@ -8,7 +8,7 @@ from tests.cli.command import invoke
 
 pytestmark = pytest.mark.gpu
 
-# Two launches that select, since a span has 16,384 scores; and a prefill whose keys are shared.
+# Two launches that select, since a span has 16,384 scores; and a prefill.
 OWN = [
     ("--requests", 2, "--rows", 3, "--heads", 16, "--context", 20_000, "--top-k", 512),
     ("--mode", "prefill", "--rows", 70, "--heads", 16, "--context", 20_000, "--top-k", 512),
@@ -20,9 +20,11 @@ OWN = [
     [
         (("--case", "one-8k"), ["decode_scores", "select"]),
         (OWN[0], ["decode_scores", "select", "select"]),
-        (OWN[1], ["stream", "select"]),
+        (OWN[1], ["range_scores", "range_select"]),
+        ((*OWN[0], "--cache-dtype", "bf16"), ["decode_scores", "select", "select"]),
+        ((*OWN[1], "--cache-dtype", "fp16"), ["range_scores", "range_select"]),
     ],
-    ids=["one-8k", "decode", "prefill"],
+    ids=["one-8k", "decode", "prefill", "decode-bf16", "prefill-fp16"],
 )
 def test_a_case_is_exact_and_timed(tmp_path, options: tuple, kernels: list[str]):
     out = tmp_path / "indexer.jsonl"

@@ -1,4 +1,4 @@
-"""Whole calls and single launches of the indexer, planned and bound against a stub driver."""
+"""Whole calls and first launches of the indexer, planned and bound against a stub driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from firesteel.cli.bench import indexer_operation
 from firesteel.cli.bench.indexer_cases import CASES, Case
 from firesteel.cli.bench.indexer_inputs import random_inputs
-from firesteel.cli.bench.indexer_operation import OneLaunch, Operation
+from firesteel.cli.bench.indexer_operation import FirstLaunches, Operation
 from firesteel.errors import UnsupportedError
 from firesteel.indexer.plan import MAX_WORKSPACE
 from firesteel.launch import Plan, Ready, plan
@@ -21,21 +21,19 @@ PREFILL = Case(name="prefill", mode="prefill", requests=1, rows=20, heads=8, con
 
 
 @pytest.mark.parametrize("name", ["turnkey-8k", "turnkey-1m", "batch-131k", "prefill-32k"])
-def test_launches_alone_are_those_of_the_whole(name: str) -> None:
+def test_first_launches_are_those_of_the_whole(name: str) -> None:
     case = CASES[name]
     spec, count = case.spec(), min(case.count, 20)
     whole = plan(spec, count)
     (table,) = whole.tables.values()
     launches = table.launches(count)
     assert len(launches) == len(spec.select(count, ())) > 1
-    for place, launch in enumerate(launches):
-        alone = plan(OneLaunch(spec, place), count)
-        (own,) = alone.tables.values()
-        assert own.launches(count) == [launch]
-        assert alone.workspace == whole.workspace
+    for number in range(1, len(launches) + 1):
+        until = plan(FirstLaunches(spec, number), count)
+        (own,) = until.tables.values()
+        assert own.launches(count) == launches[:number]
+        assert until.workspace == whole.workspace
         assert own.operands == table.operands
-    beyond = plan(OneLaunch(spec, len(launches)), count)
-    assert not beyond.keys
 
 
 def test_a_context_of_a_million_tokens_keeps_to_the_bound_of_memory() -> None:
@@ -62,7 +60,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> StubDriver:
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_a_call_launches_all_and_each_alone_with_the_same_memory(
+def test_a_call_launches_all_and_its_first_with_the_same_memory(
     case: Case, driver: StubDriver
 ) -> None:
     operation = Operation(case.spec(), case.count, CPU)
@@ -76,15 +74,23 @@ def test_a_call_launches_all_and_each_alone_with_the_same_memory(
     assert operation.workspace_bytes == plan(case.spec(), case.count).workspace.num_bytes
     assert [each.grid for each in whole] == [launch.grid for launch in expected]
     assert operation.spec.pdl
-    for (said, alone), launched, launch in zip(operation.launches(), whole, expected, strict=True):
-        assert said["grid"] == list(launch.grid)
-        assert f"{said['kernel']}_kernel" == launch.key.name
-        again = alone.call(inputs)
+    for place, (said, until) in enumerate(operation.launches()):
+        assert said["grid"] == list(expected[place].grid)
+        assert f"{said['kernel']}_kernel" == expected[place].key.name
+        again = until.call(inputs)
         before = len(driver.launches())
         again.run()
-        (one,) = driver.launches()[before:]
-        assert one.grid == launched.grid
+        made = driver.launches()[before:]
+        assert [one.grid for one in made] == [each.grid for each in whole[: place + 1]]
         # The same inputs, workspace and integers; only the outputs are others.
         moved = {t.data_ptr() for t in (*call.outputs.values(), *again.outputs.values())}
-        pairs = zip(one.params, launched.params, strict=True)
-        assert all(a == b or {a, b} <= moved for a, b in pairs)
+        for one, launched in zip(made, whole, strict=False):
+            pairs = zip(one.params, launched.params, strict=True)
+            assert all(a == b or {a, b} <= moved for a, b in pairs)
+
+
+def test_a_slice_s_launches_stand_for_those_of_all(driver: StubDriver) -> None:
+    case = Case(name="sliced", mode="prefill", requests=1, rows=600, heads=8, context=131_072)
+    operation = Operation(case.spec(), case.count, CPU)
+    assert len(operation.spec.select(case.count, ())) == 6
+    assert [said["kernel"] for said, _ in operation.launches()] == ["range_scores", "range_select"]

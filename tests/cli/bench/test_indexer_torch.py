@@ -23,6 +23,11 @@ CASES = [
     Case(name="decode", requests=9, rows=2, heads=8, context=700, top_k=512),
     Case(name="one", requests=1, rows=1, heads=16, context=1100, top_k=512),
     Case(name="prefill", mode="prefill", requests=1, rows=40, heads=8, context=700, top_k=512),
+    Case(name="bf16", requests=2, rows=2, heads=8, context=700, top_k=512, cache_dtype="bf16"),
+    Case(
+        **{"name": "fp16", "mode": "prefill", "requests": 1, "rows": 9, "heads": 8},
+        **{"context": 600, "top_k": 512, "cache_dtype": "fp16"},
+    ),
 ]
 BY_NAME = {"argvalues": CASES, "ids": [case.name for case in CASES]}
 
@@ -85,8 +90,9 @@ def test_the_bound_is_the_library_s(case: Case) -> None:
         assert magnitudes is not None
         for row in range(min(2, len(magnitudes))):
             given = (block.q[row], block.w[row], block.values, block.scales)
-            wanted = score_bound_reference(*given, dot_rounding=DOT_ROUNDING)
-            assert torch.allclose(score_bound(magnitudes[row], case.heads), wanted, rtol=1e-12)
+            wanted = score_bound_reference(*given, dot_rounding=DOT_ROUNDING[case.cache_dtype])
+            found = score_bound(magnitudes[row], case.heads, case.cache_dtype)
+            assert torch.allclose(found, wanted, rtol=1e-12)
 
 
 @pytest.mark.parametrize("case", **BY_NAME)

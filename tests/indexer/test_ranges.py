@@ -1,29 +1,28 @@
-"""The stream kernel: whatever is split, chunked or ragged, the oracle's selection."""
+"""Prefill: whatever is sliced, split or ragged, the oracle's selection."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from firesteel.indexer.range_scores import range_scores_kernel
+from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.reference import (
     decode_scores_reference,
     range_scores_reference,
     top_k_reference,
 )
-from firesteel.indexer.stream import stream_kernel
 from tests.indexer.kernels import (
-    Decode,
     Outputs,
     Prefill,
-    Selection,
     decode_case,
     e4m3,
     key_scales,
     numbers,
-    run_scores,
-    run_stream,
+    run_ranges,
     weights,
     with_holes,
 )
@@ -44,36 +43,6 @@ def check(found: Outputs, wanted: list[Tensor], tables: list[list[int]] | None) 
         if tables is not None:
             slots = [64 * tables[row][t // 64] + t % 64 for t in there]
             assert found.slots[row].tolist() == slots + [-1] * rest
-
-
-def decode_wanted(case: Decode) -> list[Tensor]:
-    found = decode_scores_reference(case.q, case.w, *case.pages, case.page_table, case.seq_lens)
-    return [scores for request in found for scores in request]
-
-
-@pytest.mark.parametrize(
-    ("rows", "parts", "chunk"),
-    [(1, 1, 64), (2, 3, 64), (6, 2, 128), (8, 1, 256)],
-)
-def test_decode_selects_what_the_oracle_does(rows: int, parts: int, chunk: int) -> None:
-    lens = [200, -7, 2**31 - 1]
-    cache_dtype = "fp16" if rows == 2 else "e4m3"
-    kind = {"cache_dtype": cache_dtype, "missing": 0.2, "is_exact": True}
-    case = decode_case(lens, rows=rows, width=4, seed=rows, **kind)
-    found = run_stream(case, parts=parts, chunk=chunk)
-    tables = case.page_table.repeat_interleave(rows, dim=0).tolist()
-    check(found, decode_wanted(case), tables)
-
-
-def test_both_routes_of_decode_have_the_same_bits() -> None:
-    case = decode_case([192, 33], rows=3, missing=0.1)
-    tiled = Selection(run_scores(case), case.seq_lens, rows=3, page_table=case.page_table).run()
-    for parts, chunk, programs in ((1, 64, 1), (2, 128, 3)):
-        found = run_stream(case, parts=parts, chunk=chunk, programs=programs)
-        for name in ("indices", "slots", "scores"):
-            assert torch.equal(
-                getattr(found, name).view(torch.int32), getattr(tiled, name).view(torch.int32)
-            )
 
 
 def prefill_case(
@@ -102,20 +71,20 @@ def prefill_case(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "row_block", "parts", "chunk", "cache_dtype"),
-    [(11, 4, 1, 64, "e4m3"), (5, 8, 2, 128, "fp16"), (3, 2, 1, 256, "e4m3")],
+    ("num_rows", "row_block", "span", "size", "cache_dtype"),
+    [(11, 4, 64, 64, "e4m3"), (5, 8, 128, 32, "fp16"), (3, 2, 256, 256, "e4m3")],
 )
 def test_prefill_of_contiguous_keys(
-    num_rows: int, row_block: int, parts: int, chunk: int, cache_dtype: str
+    num_rows: int, row_block: int, span: int, size: int, cache_dtype: str
 ) -> None:
     case = prefill_case(num_rows, 250, seed=num_rows, cache_dtype=cache_dtype)
-    found = run_stream(case, row_block=row_block, parts=parts, chunk=chunk, programs=2)
+    found = run_ranges(case, row_block=row_block, span=span, size=size)
     ranges = list(zip(case.k_start.tolist(), case.k_end.tolist(), strict=True))
     check(found, range_scores_reference(case.q, case.w, case.keys, case.scales, ranges), None)
 
 
-@pytest.mark.parametrize(("row_block", "parts"), [(4, 1), (8, 2)])
-def test_prefill_of_pages(row_block: int, parts: int) -> None:
+@pytest.mark.parametrize(("row_block", "groups"), [(4, 64), (8, 128)])
+def test_prefill_of_pages(row_block: int, groups: int) -> None:
     """Blocks of rows of several requests, and rows of none."""
     pages = decode_case([256, 256, 256], width=4, missing=0.2, is_exact=True, seed=9)
     generator = torch.Generator().manual_seed(10)
@@ -129,7 +98,7 @@ def test_prefill_of_pages(row_block: int, parts: int) -> None:
         row_request=requests,
         pages=pages,
     )
-    found = run_stream(case, row_block=row_block, parts=parts, programs=2)
+    found = run_ranges(case, row_block=row_block, groups=groups)
     wanted, tables = [], []
     for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
         table = pages.page_table[max(request, 0)]
@@ -146,8 +115,8 @@ def test_prefill_of_pages(row_block: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all equal", "ascending", "descending"])
-def test_ties_and_orders_over_chunks(kind: str) -> None:
-    """Every key the same; and later chunks that hold nothing, or all, of the selection."""
+def test_ties_and_orders(kind: str) -> None:
+    """More equal keys than a list holds; and keys of which the last, or the first, are selected."""
     num_keys = 256
     case = prefill_case(2, num_keys)
     values = torch.ones(num_keys, 128).to(torch.float8_e4m3fn)
@@ -164,13 +133,15 @@ def test_ties_and_orders_over_chunks(kind: str) -> None:
         k_end=torch.tensor([256, 256], dtype=torch.int32),
     )
     ranges = [(0, 256), (3, 256)]
-    found = run_stream(case, parts=1 if kind == "ascending" else 2)
+    found = run_ranges(case)
     check(found, range_scores_reference(case.q, case.w, values, scales, ranges), None)
 
 
 def test_empty_work_ends() -> None:
-    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "REST_BLOCK": 0, "HEAD_BLOCK": 8, "STAGES": 2}
-    constants |= {"TOP_K": 16, "CHUNK": 64}
-    run_on_nothing(
-        stream_kernel, num_pointers=14, num_integers=6, dtypes={}, absent=set(), **constants
-    )
+    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "HEAD_BLOCK": 8, "STAGES": 2}
+    constants["PTX"] = False
+    kind: dict[str, Any] = {"dtypes": {}, "absent": set()}
+    run_on_nothing(range_scores_kernel, num_pointers=9, num_integers=7, **kind, **constants)
+    constants = {"TOP_K": 16, "GROUPS": 64, "SIZE": 32, "WARPS": 1, "PTX": False}
+    kind["dtypes"] = {1: torch.int64}
+    run_on_nothing(range_select_kernel, num_pointers=9, num_integers=5, **kind, **constants)
