@@ -351,7 +351,7 @@ def indexer_table(records: Sequence[dict[str, Any]]) -> str:
                 "yes" if r["exact"] else "NO",
             ]
         )
-    head = ["case", "us", "floor, us", "of floor", "launches alone, us",
+    head = ["case", "us", "floor, us", "of floor", "each launch adds, us",
             "best scores, then best top-k, us", "torch bf16, us", "workspace", "score error",
             "exact"]  # fmt: skip
     text = markdown(head, rows) + f"\nBest scores, then best top-k: {peers['source']}.\n"
