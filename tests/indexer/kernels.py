@@ -268,9 +268,8 @@ class Selection:
         """
         num_rows, capacity = self.scores.shape
         memory = self.memory
-        # What follows the last row is read, and must not matter.
-        scores = memory.poisoned(num_rows * (capacity + 64) + chunk, dtype=torch.float32)
-        held = scores[: num_rows * (capacity + 64)].view(num_rows, -1)
+        scores = memory.poisoned(num_rows * (capacity + 64), dtype=torch.float32)
+        held = scores.view(num_rows, -1)
         held[:, :capacity] = self.scores
         kept = memory.poisoned(num_rows, parts, final, dtype=torch.int64)
         counts = memory.poisoned(num_rows, parts, dtype=torch.int32)
@@ -373,9 +372,8 @@ def run_ranges(
         table_stride, page_stride = table.stride(0), case.pages.page_stride // 16
         capacity = case.pages.width * 64
     stride = -(-capacity // 64)
-    # What follows the last row is read, and must not matter.
     blocks = -(-slice_rows // row_block)
-    scores = memory.poisoned(blocks * row_block * stride * 64 + groups, dtype=torch.float32)
+    scores = memory.poisoned(blocks * row_block * stride * 64, dtype=torch.float32)
     lists = memory.poisoned(slice_rows, size, dtype=torch.int64)
     outputs = outputs_of(memory, num_rows, top_k)
     given = list(vars(outputs).values())

@@ -6,8 +6,8 @@ that gate and up share. What it gives is always one projection of one expert (or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -68,6 +68,24 @@ class QuantizedSource:
     tensors: Mapping[str, str]
     index: int | None = None
     rows: slice = field(default_factory=lambda: slice(None))
+
+    def fitted(self, shape: Sequence[int] | None, taker: str) -> QuantizedSource:
+        """The same with the shape of the matrix that takes it, which some formats pad.
+
+        Args:
+            shape: of a matrix `[n, k]`; anything else does not fit.
+            taker: whose it is, for messages.
+
+        Raises
+            CheckpointError: it is stored in another shape.
+        """
+        scheme = None
+        if shape is not None and len(shape) == 2:
+            scheme = self.scheme.fitted(shape[0], shape[1])
+        if scheme is None:
+            stored = [self.scheme.n, self.scheme.k]
+            raise CheckpointError(f"{self.layer}: stored as {stored}, {taker} is {shape}")
+        return replace(self, scheme=scheme)
 
     def read(self, reader: Reader) -> Matrix:
         """Read and unpack.

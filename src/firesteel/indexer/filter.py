@@ -118,10 +118,10 @@ def filter_kernel(
     selected_scores  [R, TOP_K]         fp32   contiguous  as indices; or None
 
     R rows are selected from: those from first_row on of the rows that lengths and outputs are of.
-    Rows of scores lie stride_scores times 64 apart; CHUNK scores may be read from each page of a
-    row, so that many must follow the last. maxima are those of `programs` of decode_scores, at most
-    SHARES times GROUPS / 64, of which those that are equal modulo GROUPS / 64 have their groups in
-    common; it also made `arrived` zeros, so that nothing need be left from call to call.
+    Rows of scores lie stride_scores times 64 apart. maxima are those of `programs` of
+    decode_scores, at most SHARES times GROUPS / 64, of which those that are equal modulo
+    GROUPS / 64 have their groups in common; it also made `arrived` zeros, so that nothing need be
+    left from call to call.
 
     Example: TOP_K 2, maxima [7, 9, 1, 5] of groups of scores [5, 1, 7, 7 | 9, NaN, ...]: the second
     largest is 7, and the scores from 7 on are those of positions 2, 3 and 4.

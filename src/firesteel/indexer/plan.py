@@ -199,13 +199,11 @@ def _decode_bytes(spec: DecodeSpec, num_requests: int) -> dict[str, int]:
             "scores": 4 * spec.capacity * num_rows,
             "candidates": 8 * spec.top_k * spans * (spans > 1) * num_rows,
         }
-    is_some = num_rows > 0
-    programs = max(num_rows, FILTER_PROGRAMS * is_some)
+    programs = max(num_rows, FILTER_PROGRAMS * (num_rows > 0))
     # Of few requests eight shares, of others two at most.
     maxima = GROUP_PROGRAMS * max(min(num_requests, 4) * 8, num_requests * 2)
     return {
-        # The last row's last chunk is read whole.
-        "scores": 4 * (num_rows * spec.capacity + MAX_FILTER_CHUNK * is_some),
+        "scores": 4 * num_rows * spec.capacity,
         "candidates": 8 * programs * FILTER_FINAL,
         "maxima": 4 * 64 * maxima * spec.rows,
         "counts": 4 * programs,
@@ -239,16 +237,16 @@ def prefill_slice(spec: PrefillSpec) -> int:
 
 
 def _pages_of(spec: PrefillSpec) -> int:
-    """From row to row of scores; what is read past a row's last chunk is the next row's."""
+    """From row to row of scores."""
     return -(-spec.capacity // PAGE_TOKENS)
 
 
 def prefill_workspace(spec: PrefillSpec, num_rows: int) -> tuple[Region, ...]:
     """Scores of a slice, and the candidates of its rows."""
     block = prefill_tile(spec).rows
-    # Of whole blocks; and the last row's last chunk is read whole.
+    # Of whole blocks, whose scores are written for all their rows.
     rows = min(-(-num_rows // block) * block, prefill_slice(spec))
-    scores = rows * _pages_of(spec) * PAGE_TOKENS + RANGE_GROUPS * (rows > 0)
+    scores = rows * _pages_of(spec) * PAGE_TOKENS
     return _regions(scores=4 * scores, candidates=8 * RANGE_SIZE * rows)
 
 

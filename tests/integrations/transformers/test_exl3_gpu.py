@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
-from firesteel.integrations.transformers.modules import PackedLinear
+from firesteel.modules.packed import PackedLinear
 from tests.checkpoints import STORAGES, write
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor
 from firesteel.checkpoint.families import Geometry
 from firesteel.errors import InvalidArgumentError
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
-from firesteel.integrations.transformers.kernels import Arenas
+from firesteel.modules.kernels import Arenas
 
 LITTLE = Path(__file__).parents[3] / "examples" / "little_moe" / "int4-g128"
 

@@ -12,7 +12,7 @@ from firesteel.checkpoint.families import Geometry
 from firesteel.formats.quantize import parse_recipe, quantize_matrix
 from firesteel.formats.shard import take_columns, take_rows
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
-from firesteel.integrations.transformers.kernels import attach_kernels
+from firesteel.modules.kernels import attach_kernels
 from firesteel.moe.activation import Activation
 
 pytestmark = pytest.mark.gpu

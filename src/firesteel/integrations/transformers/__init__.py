@@ -10,9 +10,9 @@ from firesteel.integrations.transformers.indexers import (
     swap_indexers,
 )
 from firesteel.integrations.transformers.load import firesteel_config, load_model, load_report
-from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.integrations.transformers.quantizer import FiresteelConfig, FiresteelQuantizer
 from firesteel.integrations.transformers.report import LoadReport
+from firesteel.modules.packed import PackedExperts, PackedLinear
 
 __all__ = [
     "FiresteelConfig",

@@ -1,4 +1,4 @@
-"""Streams a checkpoint into packed modules, matrix by matrix, a layer's files mapped at once."""
+"""Streams a checkpoint into a model's modules, a layer's files mapped at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor
 from firesteel.checkpoint.files import Reader
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource
-from firesteel.formats.packed import PackedWeights
-from firesteel.formats.tiled_int4 import TiledInt4Weights, can_tile
-from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.integrations.transformers.plan import LoadPlan
 from firesteel.integrations.transformers.report import LoadReport, report_of
+from firesteel.modules.fill import fill_experts, settle
+from firesteel.modules.packed import PackedLinear
 from firesteel.progress import progress_bar
 
-__all__ = ["fill", "fill_experts", "settle"]
+__all__ = ["fill"]
 
 
 def fill(model: Any, plan: LoadPlan) -> LoadReport:
@@ -49,27 +48,6 @@ def fill(model: Any, plan: LoadPlan) -> LoadReport:
             kept = [*plan.extras, *expanded]
             extras = {name: reader.tensor(name).clone() for name in kept}
     return report_of(model, plan, extras, time.perf_counter() - start)
-
-
-def fill_experts(module: PackedExperts, layer: ExpertLayer, reader: Reader) -> None:
-    for part, sources in enumerate(layer.sources):
-        stack = module.down if part == 2 else module.gate_up
-        for expert, source in enumerate(sources):
-            stack.write(expert, part % 2, source.read(reader))
-    for part, biases in enumerate(layer.biases):
-        bias = module.down_bias if part == 2 else module.gate_up_bias
-        assert bias is not None
-        rows = bias.shape[1] // (1 if part == 2 else 2)
-        for expert, source in enumerate(biases):
-            target = bias[expert, rows * (part % 2) : rows * (part % 2 + 1)]
-            target.copy_(source.read(reader))
-
-
-def settle(module: Any) -> None:
-    """Put each filled stack into the form that its device multiplies fastest."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, PackedWeights) and can_tile(child):
-            setattr(module, name, TiledInt4Weights(child))
 
 
 def _fill_weight(weight: Tensor, source: QuantizedSource, reader: Reader) -> None:

@@ -22,10 +22,10 @@ from firesteel.indexer.spec import (
     PrefillSpec,
 )
 from firesteel.integrations.transformers.index_pages import IndexPages, ScratchPages
-from firesteel.integrations.transformers.kernels import Arenas
 from firesteel.launch import Arena, Bound, Ready
 from firesteel.launch.key import DTYPES
 from firesteel.launch.spec import Spec
+from firesteel.modules.kernels import Arenas
 
 __all__ = ["IndexKernels", "IndexSpecs", "KeyRows", "index_specs"]
 

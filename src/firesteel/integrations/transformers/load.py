@@ -14,10 +14,10 @@ from firesteel.checkpoint.layers import scan
 from firesteel.device import checked_device, default_device
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.quantize import parse_recipe
-from firesteel.integrations.transformers.modules import IMPLEMENTATION
 from firesteel.integrations.transformers.plan import plan_load
 from firesteel.integrations.transformers.quantizer import METHOD
 from firesteel.integrations.transformers.report import LoadReport, plain_report
+from firesteel.modules.packed import IMPLEMENTATION
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")

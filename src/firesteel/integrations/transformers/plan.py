@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -95,7 +95,9 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
             continue
         if found in packed or found in expanded:
             raise CheckpointError(f"{source.layer}: a second layer for the model's {found}")
-        source = _fitted(found, finder.modules[found], source)
+        weight = getattr(finder.modules[found], "weight", None)
+        shape = None if weight is None else list(weight.shape)
+        source = source.fitted(shape, f"the model's {found}.weight")
         finder.check_not_tied(found, source.layer)
         stays_packed = type(finder.modules[found]) is nn.Linear and not finder.is_fp32(found)
         (packed if stays_packed else expanded)[found] = source
@@ -183,16 +185,3 @@ class _Finder:
     def is_fp32(self, path: str) -> bool:
         """Whether the host keeps the module in fp32."""
         return any(pattern.search(f"{path}.weight") for pattern in self._fp32)
-
-
-def _fitted(path: str, module: nn.Module, source: QuantizedSource) -> QuantizedSource:
-    """The source with the shape of the module that takes it, which some formats pad."""
-    weight = getattr(module, "weight", None)
-    shape = None if weight is None else list(weight.shape)
-    scheme = source.scheme.fitted(*shape) if shape is not None and len(shape) == 2 else None
-    if scheme is None:
-        stored = [source.scheme.n, source.scheme.k]
-        raise CheckpointError(
-            f"{source.layer}: stored as {stored}, the model's {path}.weight is {shape}"
-        )
-    return replace(source, scheme=scheme)

@@ -23,16 +23,16 @@ from firesteel.checkpoint.layers import ExpertLayer, scan
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.integrations.transformers.fill import fill
-from firesteel.integrations.transformers.kernels import attach_kernels
-from firesteel.integrations.transformers.modules import (
+from firesteel.integrations.transformers.plan import LoadPlan, patterns_of, plan_load
+from firesteel.integrations.transformers.report import LoadReport
+from firesteel.integrations.transformers.save import saved_config, stored_tensors
+from firesteel.modules.kernels import attach_kernels
+from firesteel.modules.packed import (
     IMPLEMENTATION,
     PackedExperts,
     PackedLinear,
     experts_forward,
 )
-from firesteel.integrations.transformers.plan import LoadPlan, patterns_of, plan_load
-from firesteel.integrations.transformers.report import LoadReport
-from firesteel.integrations.transformers.save import saved_config, stored_tensors
 from firesteel.moe.activation import Activation
 
 __all__ = ["METHOD", "FiresteelConfig", "FiresteelQuantizer"]

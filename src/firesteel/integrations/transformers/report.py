@@ -14,8 +14,8 @@ from firesteel.formats.base import Scheme
 from firesteel.formats.stored import GROUP_SIZES
 from firesteel.formats.tiled_int4 import TiledInt4Weights
 from firesteel.formats.trellis_matrix import TrellisScheme
-from firesteel.integrations.transformers.kernels import KernelReport
 from firesteel.integrations.transformers.plan import LoadPlan
+from firesteel.modules.kernels import KernelReport
 
 __all__ = ["LoadReport", "describe", "plain_report", "report_of"]
 

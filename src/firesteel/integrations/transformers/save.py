@@ -14,8 +14,8 @@ from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource, RoundedSource, Source, StoredBias
 from firesteel.formats.quantize import ALL_BUT_EXPERTS
 from firesteel.formats.registry import format_named
-from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.transformers.plan import LoadPlan
+from firesteel.modules.packed import PackedExperts
 
 __all__ = ["saved_config", "stored_tensors"]
 

@@ -160,14 +160,15 @@ class FiresteelConfig(QuantizationConfig):
             CheckpointError: a quantised matrix that no module took.
             UnsupportedError: weights are loaded a second time.
         """
-        if self.model.kernels is not None:
+        if self.model.is_read:
             raise UnsupportedError(
-                "reload_weights: packed experts are read once, start the engine again"
+                "reload_weights: quantised weights are read once, start the engine again"
             )
         self.model.check_taken(has_head=get_pp_group().is_last_rank)
         scales = self.model.cache_scales
         if scales:
-            log.warning(
+            # Asked for twice a load.
+            log.warning_once(
                 "%d scales of the KV cache in the checkpoint are not read, first %s",
                 len(scales),
                 scales[0],

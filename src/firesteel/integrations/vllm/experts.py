@@ -21,11 +21,11 @@ from firesteel.checkpoint.families import Geometry
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.shards import shard_layer
 from firesteel.errors import UnsupportedError
-from firesteel.integrations.transformers.fill import fill_experts, settle
-from firesteel.integrations.transformers.kernels import attach_kernels
-from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.vllm.model import Model
 from firesteel.integrations.vllm.warmup import PlannedKernels
+from firesteel.modules.fill import fill_experts, settle
+from firesteel.modules.kernels import attach_kernels
+from firesteel.modules.packed import PackedExperts
 from firesteel.moe.activation import Activation
 from firesteel.settings import Settings
 
@@ -112,6 +112,7 @@ class FiresteelExperts(FusedMoEMethodBase):
         So that happens before the engine measures what memory is left for its cache.
         """
         assert self._own is not None
+        self.model.is_read = True
         with self.model.checkpoint.reader() as reader, torch.no_grad():
             fill_experts(layer.packed, self._own, reader)
         settle(layer.packed)

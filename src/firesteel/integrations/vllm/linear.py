@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from firesteel.checkpoint.sources import QuantizedSource
-from firesteel.errors import CheckpointError
 from firesteel.integrations.vllm.model import Model
 
 __all__ = ["FiresteelHead", "FiresteelLinear"]
@@ -46,11 +44,12 @@ class _Expanded:
             CheckpointError: a matrix cannot be read, or has another shape than the module's.
         """
         weight = layer.weight
+        self._model.is_read = True
         with self._model.checkpoint.reader() as reader, torch.no_grad():
             for place, source in enumerate(self._sources):
                 if source is None:
                     continue
-                source = _fitted(source, *_shape_of(layer, place))
+                source = source.fitted(list(_shape_of(layer, place)), "the engine's")
                 matrix = source.read(reader).dequantize(source.scheme, weight.dtype)
                 matrix = matrix.to(weight.device)
                 if len(self._sources) == 1:
@@ -73,15 +72,6 @@ def _shape_of(layer: Any, place: int) -> tuple[int, int]:
         return (rows[place], layer.input_size)
     sizes = getattr(layer, "output_sizes", None)
     return (layer.output_size if sizes is None else sizes[place], layer.input_size)
-
-
-def _fitted(source: QuantizedSource, n: int, k: int) -> QuantizedSource:
-    """The source with the shape of the module's matrix, which some formats pad."""
-    scheme = source.scheme.fitted(n, k)
-    if scheme is None:
-        stored = [source.scheme.n, source.scheme.k]
-        raise CheckpointError(f"{source.layer}: stored as {stored}, the engine's is {[n, k]}")
-    return replace(source, scheme=scheme)
 
 
 class FiresteelLinear(_Expanded, UnquantizedLinearMethod):

@@ -14,10 +14,10 @@ from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer, sca
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.formats.registry import formats_for
-from firesteel.integrations.transformers.kernels import KernelReport
 from firesteel.integrations.transformers.load import skeleton_of
-from firesteel.integrations.transformers.modules import PackedExperts
 from firesteel.integrations.transformers.plan import lacking, patterns_of, plan_load
+from firesteel.modules.kernels import KernelReport
+from firesteel.modules.packed import PackedExperts
 
 __all__ = ["Model", "why_not"]
 
@@ -40,6 +40,7 @@ class Model:
         unfilled    expert layers that were made and not read yet, by prefix
         filled      those that were read
         kernels     which of them run on kernels; None until the last one is read
+        is_read     whether a module has read its weights
     """
 
     checkpoint: Checkpoint
@@ -48,6 +49,7 @@ class Model:
     unfilled: dict[str, PackedExperts] = field(default_factory=dict)
     filled: dict[str, PackedExperts] = field(default_factory=dict)
     kernels: KernelReport | None = None
+    is_read: bool = False
     _asked: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
 

@@ -17,8 +17,8 @@ from firesteel.errors import UnsupportedError
 from firesteel.formats.packed import PackedWeights
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.formats.trellis_weights import TrellisWeights
-from firesteel.integrations.transformers.modules import PackedExperts, PackedLinear
 from firesteel.launch import Arena, Ready, plan, prewarm
+from firesteel.modules.packed import PackedExperts, PackedLinear
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.supports import check_scale_range, moe_spec_of
 from firesteel.moe.trellis.layer import TrellisLinear, linear_tensors, trellis_tensors

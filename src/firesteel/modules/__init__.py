@@ -1,0 +1,1 @@
+"""Modules that hold packed weights and run them, whatever host has the model."""
