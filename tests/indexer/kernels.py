@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from firesteel.indexer.filter import filter_kernel
+from firesteel.indexer.launches import HOPPER
 from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, page_bytes, page_values, page_views
 from firesteel.indexer.plan import decode_tile
 from firesteel.indexer.range_scores import range_scores_kernel
@@ -103,7 +105,11 @@ class Decode:
 
     @property
     def tile(self) -> dict[str, int]:
-        spec = DecodeSpec(num_heads=self.heads, rows=self.rows, top_k=512, width=1)
+        return self.tile_of(wgmma=False)
+
+    def tile_of(self, *, wgmma: bool) -> dict[str, int]:
+        """Of Triton's kernel or of Hopper's own."""
+        spec = DecodeSpec(num_heads=self.heads, rows=self.rows, top_k=512, width=1, wgmma=wgmma)
         return {**decode_tile(spec).constants, "PTX": False}
 
     @property
@@ -198,12 +204,21 @@ def run_write(
     memory.check()
 
 
-def run_scores(case: Decode, *, programs: int = 2, with_maxima: bool = False) -> Tensor:
+def run_scores(
+    case: Decode,
+    *,
+    programs: int = 2,
+    with_maxima: bool = False,
+    emulate: Callable[..., None] | None = None,
+) -> Tensor:
     """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written.
 
-    With maxima those of groups behind them, `[B * n, programs * 64]`.
+    With maxima those of groups behind them, `[B * n, programs * 64]`. Of Hopper's own kernel where
+    there is something that runs it.
     """
     memory = Memory()
+    kernel = decode_scores_kernel if emulate is None else HOPPER[0].function
+    start = launch if emulate is None else emulate
     maxima, arrived = None, None
     if with_maxima:
         maxima = memory.poisoned(case.num_rows, programs * 64, dtype=torch.float32)
@@ -211,13 +226,13 @@ def run_scores(case: Decode, *, programs: int = 2, with_maxima: bool = False) ->
     capacity = case.width * 64
     scores = memory.poisoned(case.num_rows, capacity + 64, dtype=torch.float32)
     table = memory.holding(case.page_table, padding=1)
-    launch(
-        *(decode_scores_kernel, (len(case.seq_lens), programs)),
+    start(
+        *(kernel, (len(case.seq_lens), programs)),
         *(memory.holding(case.q), memory.holding(case.w)),
         *views(memory.holding(case.cache), case.cache_dtype),
         *(table, memory.holding(case.seq_lens), scores, maxima, arrived),
         *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64, 0),
-        **case.tile,
+        **case.tile_of(wgmma=emulate is not None),
     )
     memory.check()
     if not with_maxima:
@@ -244,16 +259,20 @@ class Selection:
         if self.page_table is None:
             self.page_table = torch.arange(len(self.seq_lens) * width).flip(0).view(-1, width).int()
 
+    def length(self, row: int) -> int:
+        """Keys that a row sees."""
+        request, own = divmod(row, self.rows)
+        seen = int(self.seq_lens[request]) - (self.rows - 1 - own)
+        return min(max(seen, 0), self.scores.shape[1])
+
     def maxima(self, programs: int) -> Tensor:
         """Of groups, `[R, programs, 64]`, 0xFF bytes where a program has no page."""
         num_rows = len(self.scores)
         found = torch.full((num_rows, programs, 64), -1, dtype=torch.int32).view(torch.float32)
         for row in range(num_rows):
-            request, own = divmod(row, self.rows)
-            whole = min(max(int(self.seq_lens[request]), 0), self.scores.shape[1])
-            length = min(max(int(self.seq_lens[request]) - (self.rows - 1 - own), 0), whole)
+            whole = self.length(row // self.rows * self.rows + self.rows - 1)
             seen = self.scores[row].where(~self.scores[row].isnan(), -math.inf)
-            seen[length:] = -math.inf
+            seen[self.length(row) :] = -math.inf
             pages = seen.view(-1, 64)[: -(-whole // 64)]
             for program in range(min(programs, len(pages))):
                 found[row, program] = pages[program::programs].amax(dim=0)
@@ -271,6 +290,9 @@ class Selection:
         scores = memory.poisoned(num_rows * (capacity + 64), dtype=torch.float32)
         held = scores.view(num_rows, -1)
         held[:, :capacity] = self.scores
+        for row in range(num_rows):
+            # As decode_scores leaves what is past a row's own length.
+            held[row, self.length(row) :] = -math.inf
         kept = memory.poisoned(num_rows, parts, final, dtype=torch.int64)
         counts = memory.poisoned(num_rows, parts, dtype=torch.int32)
         outputs = outputs_of(memory, num_rows, self.top_k)
@@ -355,10 +377,11 @@ def run_ranges(
     row_block: int = 4,
     slice_rows: int = 8,
     span: int = 64,
-    groups: int = 64,
+    group: int = 64,
+    groups: int = 256,
     size: int = 32,
 ) -> Outputs:
-    """A prefill by range_scores and range_select, slice by slice."""
+    """A prefill by range_scores and range_select, slice by slice; `groups` maxima of so many keys."""
     memory = Memory()
     num_rows = len(case.q)
     tile = replace_rows(case, row_block)
@@ -374,6 +397,7 @@ def run_ranges(
     stride = -(-capacity // 64)
     blocks = -(-slice_rows // row_block)
     scores = memory.poisoned(blocks * row_block * stride * 64, dtype=torch.float32)
+    maxima = memory.poisoned(blocks * row_block, groups, dtype=torch.float32)
     lists = memory.poisoned(slice_rows, size, dtype=torch.int64)
     outputs = outputs_of(memory, num_rows, top_k)
     given = list(vars(outputs).values())
@@ -384,13 +408,14 @@ def run_ranges(
         rows = min(slice_rows, num_rows - first)
         launch(
             *(range_scores_kernel, (-(-capacity // span), -(-rows // row_block)), *queries, *keys),
-            *(*ranges, scores, table_stride, page_stride, capacity, stride, span),
+            *(*ranges, scores, maxima, table_stride, page_stride, capacity, stride, span, group),
             *(first, first + rows),
             **tile,
+            GROUPS=groups,
         )
         launch(
-            *(range_select_kernel, (rows,), scores, lists, keys[2], *ranges, *given),
-            *(capacity, stride, table_stride, first, first + rows),
+            *(range_select_kernel, (rows,), scores, maxima, lists, keys[2], *ranges, *given),
+            *(capacity, stride, group, table_stride, first, first + rows),
             **{"TOP_K": top_k, "GROUPS": groups, "SIZE": size, "WARPS": 1, "PTX": False},
         )
     memory.check()
@@ -401,7 +426,8 @@ def replace_rows(case: Prefill, row_block: int) -> dict[str, int]:
     """The tile of a prefill of so many rows a block."""
     heads = case.q.shape[1]
     tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block}
-    return {**tile, "HEAD_BLOCK": power(heads), "STAGES": 2, "PTX": False}
+    tile |= {"HEAD_BLOCK": power(heads), "SPLIT": row_block // 4 or 1}
+    return {**tile, "STAGES": 2, "PTX": False}
 
 
 def with_lens(case: Decode, lens: list[int]) -> Decode:

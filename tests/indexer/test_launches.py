@@ -52,7 +52,7 @@ found = {}
 whole = plan.decode_slice
 for title, (name, fields, count) in json.loads(sys.argv[1]).items():
     plan.decode_slice = (lambda _: 1) if title == "sliced" else whole
-    made = getattr(spec, name)(**fields, pdl=False)
+    made = getattr(spec, name)(**fields, pdl=False, wgmma=False)
     made_launches = [
         [
             launch.key.name,

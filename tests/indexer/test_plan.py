@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.indexer.launches import HOPPER
 from firesteel.indexer.pages import CACHE_DTYPES
 from firesteel.indexer.plan import MAX_WORKSPACE, SPAN, decode_slice, levels
 from firesteel.indexer.spec import TOP_KS, DecodeSpec, PageWriterSpec, PrefillSpec
@@ -43,6 +44,7 @@ def decodes(draw: st.DrawFn) -> DecodeSpec:
         has_scores=draw(st.booleans()),
         is_filtered=draw(st.sampled_from((None, True, False))),
         pdl=draw(st.booleans()),
+        wgmma=bool(HOPPER) and draw(st.booleans()),
     )
 
 
@@ -100,8 +102,8 @@ def batched(launches: Sequence[Launch], size: int) -> Iterator[Sequence[Launch]]
 
 @pytest.mark.parametrize("num_keys", [1, 8192, 131071, MILLION, 4 * MILLION])
 def test_slices_of_prefill_fit_the_workspace(num_keys: int) -> None:
-    for num_heads in (8, 32, 64):
-        spec = PrefillSpec(num_heads=num_heads, top_k=2048, num_keys=num_keys)
+    for num_heads, wgmma in ((8, True), (32, True), (64, True), (32, False)):
+        spec = PrefillSpec(num_heads=num_heads, top_k=2048, num_keys=num_keys, wgmma=wgmma)
         before = 0
         for num_rows in (0, 1, 17, 3072, 10_000):
             sizes = {each.name: each.num_bytes for each in spec.workspace(num_rows)}
@@ -115,28 +117,53 @@ def test_slices_of_prefill_fit_the_workspace(num_keys: int) -> None:
                 constants = dict(last.key.constexprs)
                 rows = last.grid[0]
                 assert given["first_row"] == done
-                assert scores.grid[1] * dict(scores.key.constexprs)["ROWS"] >= rows
+                tile = dict(scores.key.constexprs)
+                written = scores.grid[1] * (2 * tile["ROW_BLOCK"] if wgmma else tile["ROWS"])
+                assert written >= rows
                 stride = 64 * int(given["stride_scores"])
-                assert stride >= num_keys
-                assert sizes["scores"] >= 4 * rows * stride
+                # Scores of pairs of pages, and of groups the largest.
+                assert stride >= num_keys and stride % 128 == 0
+                assert sizes["scores"] >= 4 * written * stride
+                spans = {n: scores.arguments[at] for at, (n, _) in enumerate(scores.key.arguments)}
+                group = spans["group"]
+                assert spans["span"] % group == 0 and group % 128 == 0 and given["group"] == group
+                assert -(-num_keys // group) * 64 <= tile["GROUPS"] == constants["GROUPS"]
+                assert sizes["maxima"] >= 4 * written * tile["GROUPS"]
                 assert sizes["candidates"] >= 8 * rows * constants["SIZE"]
                 done += rows
             assert done == num_rows
 
 
 def test_routes() -> None:
-    assert names(TURNKEY, 8) == ["decode_scores", "select"]
-    assert names(replace(TURNKEY, width=513), 8) == ["decode_scores", "filter"]
-    assert names(LONG, 8) == ["decode_scores", "filter"]
-    assert names(replace(TURNKEY, is_filtered=True), 8) == ["decode_scores", "filter"]
-    whole = replace(LONG, is_filtered=False)
+    turnkey, long = replace(TURNKEY, wgmma=False), replace(LONG, wgmma=False)
+    assert names(turnkey, 8) == ["decode_scores", "select"]
+    assert names(replace(turnkey, width=513), 8) == ["decode_scores", "filter"]
+    assert names(long, 8) == ["decode_scores", "filter"]
+    assert names(replace(turnkey, is_filtered=True), 8) == ["decode_scores", "filter"]
+    whole = replace(long, is_filtered=False)
     assert names(replace(whole, width=2048), 8) == ["decode_scores", "select", "select"]
     assert names(whole, 8) == ["decode_scores", "select", "select", "select"]
     # More than fit the workspace go in slices.
-    assert (decode_slice(LONG), decode_slice(whole)) == (9, 8)
-    assert names(LONG, 10) == ["decode_scores", "filter"] * 2
-    assert names(PREFILL, 264) == ["range_scores", "range_select"]
-    assert names(PREFILL, 3072) == ["range_scores", "range_select"] * 12
+    assert (decode_slice(long), decode_slice(whole)) == (9, 8)
+    assert names(long, 10) == ["decode_scores", "filter"] * 2
+    prefill = replace(PREFILL, wgmma=False)
+    assert names(prefill, 264) == ["range_scores", "range_select"]
+    assert names(prefill, 3072) == ["range_scores", "range_select"] * 12
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs Triton 3.6 or later, which has this Gluon")
+def test_hopper_s_own_kernels_have_two_products() -> None:
+    """Of e4m3 keys, and of at most 128 columns each."""
+    assert names(TURNKEY, 8) == ["decode_scores_wgmma", "select"]
+    assert names(PREFILL, 264) == ["range_scores_wgmma", "range_select"]
+    for rows, heads, is_own in (
+        *((1, 64, False), (2, 64, True), (3, 32, True), (4, 64, True), (5, 64, False)),
+        *((7, 32, True), (8, 32, True), (8, 16, True)),
+    ):
+        spec = replace(TURNKEY, rows=rows, num_heads=heads)
+        assert (names(spec, 2)[0] == "decode_scores_wgmma") == is_own, (rows, heads)
+        half = replace(spec, cache_dtype="bf16", page_stride=0)
+        assert names(half, 2)[0] == "decode_scores"
 
 
 def test_scores_have_one_tile_whatever_the_route_and_the_count() -> None:
@@ -146,7 +173,7 @@ def test_scores_have_one_tile_whatever_the_route_and_the_count() -> None:
         if isinstance(spec, DecodeSpec):
             made = [replace(spec, is_filtered=each) for each in (True, False)]
         keys = {each.select(count, ())[0].key for each in made for count in (1, 9, 300)}
-        names = ("H", "ROW_BLOCK", "REST_BLOCK", "HEAD_BLOCK")
+        names = ("H", "ROW_BLOCK", "REST_BLOCK", "HEAD_BLOCK", "SPLIT")
         constants = [(key.num_warps, dict(key.constexprs)) for key in keys]
         assert len({(w, *(each.get(name) for name in names)) for w, each in constants}) == 1
 

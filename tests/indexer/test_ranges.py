@@ -71,20 +71,21 @@ def prefill_case(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "row_block", "span", "size", "cache_dtype"),
-    [(11, 4, 64, 64, "e4m3"), (5, 8, 128, 32, "fp16"), (3, 2, 256, 256, "e4m3")],
+    ("num_rows", "row_block", "span", "group", "size", "cache_dtype"),
+    [(11, 4, 64, 64, 64, "e4m3"), (5, 8, 128, 128, 32, "fp16"), (3, 2, 256, 128, 256, "e4m3")],
 )
 def test_prefill_of_contiguous_keys(
-    num_rows: int, row_block: int, span: int, size: int, cache_dtype: str
+    num_rows: int, row_block: int, span: int, group: int, size: int, cache_dtype: str
 ) -> None:
     case = prefill_case(num_rows, 250, seed=num_rows, cache_dtype=cache_dtype)
-    found = run_ranges(case, row_block=row_block, span=span, size=size)
+    tiles = {"row_block": row_block, "span": span, "group": group}
+    found = run_ranges(case, **tiles, size=size)
     ranges = list(zip(case.k_start.tolist(), case.k_end.tolist(), strict=True))
     check(found, range_scores_reference(case.q, case.w, case.keys, case.scales, ranges), None)
 
 
-@pytest.mark.parametrize(("row_block", "groups"), [(4, 64), (8, 128)])
-def test_prefill_of_pages(row_block: int, groups: int) -> None:
+@pytest.mark.parametrize(("row_block", "span", "group"), [(4, 64, 64), (8, 384, 192)])
+def test_prefill_of_pages(row_block: int, span: int, group: int) -> None:
     """Blocks of rows of several requests, and rows of none."""
     pages = decode_case([256, 256, 256], width=4, missing=0.2, is_exact=True, seed=9)
     generator = torch.Generator().manual_seed(10)
@@ -98,7 +99,7 @@ def test_prefill_of_pages(row_block: int, groups: int) -> None:
         row_request=requests,
         pages=pages,
     )
-    found = run_ranges(case, row_block=row_block, groups=groups)
+    found = run_ranges(case, row_block=row_block, span=span, group=group)
     wanted, tables = [], []
     for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
         table = pages.page_table[max(request, 0)]
@@ -138,10 +139,11 @@ def test_ties_and_orders(kind: str) -> None:
 
 
 def test_empty_work_ends() -> None:
-    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "HEAD_BLOCK": 8, "STAGES": 2}
-    constants["PTX"] = False
+    constants = {"H": 8, "ROWS": 2, "ROW_BLOCK": 2, "HEAD_BLOCK": 8, "SPLIT": 1, "STAGES": 2}
+    constants |= {"GROUPS": 64, "PTX": False}
     kind: dict[str, Any] = {"dtypes": {}, "absent": set()}
-    run_on_nothing(range_scores_kernel, num_pointers=9, num_integers=7, **kind, **constants)
+    kind["integers"] = {5: 64}
+    run_on_nothing(range_scores_kernel, num_pointers=10, num_integers=8, **kind, **constants)
     constants = {"TOP_K": 16, "GROUPS": 64, "SIZE": 32, "WARPS": 1, "PTX": False}
-    kind["dtypes"] = {1: torch.int64}
-    run_on_nothing(range_select_kernel, num_pointers=9, num_integers=5, **kind, **constants)
+    kind |= {"dtypes": {0: torch.float32, 1: torch.float32, 2: torch.int64}, "integers": {2: 64}}
+    run_on_nothing(range_select_kernel, num_pointers=10, num_integers=6, **kind, **constants)

@@ -144,7 +144,7 @@ def test_scores_past_the_range_of_fp16() -> None:
 
 def test_empty_work_ends() -> None:
     constants = {"H": 8, "ROWS": 1, "ROW_BLOCK": 2, "REST_BLOCK": 0, "HEAD_BLOCK": 8, "STAGES": 2}
-    constants["PTX"] = False
+    constants |= {"SPLIT": 1, "PTX": False}
     run_on_nothing(
         decode_scores_kernel, num_pointers=9, num_integers=5, dtypes={}, absent=set(), **constants
     )

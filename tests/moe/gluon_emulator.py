@@ -25,6 +25,7 @@ TORCH = {
     gl.bfloat16: torch.bfloat16,
     gl.float16: torch.float16,
     gl.float32: torch.float32,
+    gl.float8e4nv: torch.float8_e4m3fn,
     gl.int1: torch.bool,
     gl.int8: torch.int8,
     gl.uint8: torch.uint8,
@@ -114,6 +115,11 @@ for name in ("lt", "le", "gt", "ge", "eq", "ne"):
 Block.__neg__ = lambda self: Block(-self.v, self.type.layout)  # type: ignore[attr-defined]
 
 
+def bits(v: torch.Tensor) -> torch.Tensor:
+    """The same, of a type that torch picks elements of: numbers of a byte as bytes."""
+    return v.view(torch.uint8) if v.dtype == torch.float8_e4m3fn else v
+
+
 class Pointer:
     """Addresses in the memory of one argument, in elements."""
 
@@ -127,6 +133,9 @@ class Pointer:
 
     __radd__ = __add__
 
+    def __sub__(self, other: Any) -> Pointer:
+        return self + -raw(other)
+
     def masked(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         mask = integer(True, torch.bool) if mask is None else torch.as_tensor(raw(mask))
         at, mask = torch.broadcast_tensors(self.at, mask)
@@ -137,7 +146,7 @@ class Pointer:
     def read(self, mask: Any, other: Any) -> torch.Tensor:
         at, mask = self.masked(mask)
         values = torch.full(at.shape, other, dtype=self.memory.dtype)
-        values[mask] = self.memory[at[mask]]
+        bits(values)[mask] = bits(self.memory)[at[mask]]
         return values
 
 
@@ -179,8 +188,10 @@ def registers_of(value: Block, kind: str, pack: int) -> list[np.ndarray]:
 class Machine:
     """What one program of a kernel sees as `gl`, `tl` and the modules beside them."""
 
-    def __init__(self, program: tuple[int, ...], lands_early: bool) -> None:
-        self.program, self.lands_early = program, lands_early
+    def __init__(
+        self, program: tuple[int, ...], grid: tuple[int, ...], lands_early: bool
+    ) -> None:
+        self.program, self.grid, self.lands_early = program, grid, lands_early
         self.open: list[Callable[[], None]] = []
         self.groups: list[list[Callable[[], None]]] = []
         self.products: list[Callable[[], None]] = []
@@ -203,11 +214,14 @@ class Machine:
                 copy()
 
     # Of `wgmma` and `mma.sync`.
-    def warpgroup_mma(self, a: Block, b: Shared, acc: Block, is_async: bool = False) -> Block:
+    def warpgroup_mma(
+        self, a: Any, b: Shared, acc: Block, use_acc: Any = True, is_async: bool = False
+    ) -> Block:
         assert is_async
 
         def product() -> None:
-            acc.v = self.mma_v2(a, Block(b.v), acc).v
+            before = acc if use_acc else Block(torch.zeros_like(acc.v))
+            acc.v = self.mma_v2(a, Block(b.v), before).v
 
         self.products.append(product)
         return acc
@@ -225,6 +239,9 @@ class Machine:
     # Of the language.
     def program_id(self, axis: int) -> Block:
         return Block(torch.tensor(self.program[axis], dtype=torch.int32))
+
+    def num_programs(self, axis: int) -> Block:
+        return Block(torch.tensor(self.grid[axis], dtype=torch.int32))
 
     def arange(self, start: int, end: int, layout: object = None) -> Block:
         return Block(torch.arange(start, end, dtype=torch.int32), layout)
@@ -256,6 +273,18 @@ class Machine:
         if not isinstance(a, Block) and not isinstance(b, Block):
             return min(a, b)
         return Block(torch.minimum(*both(a, b)))
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        return Block(torch.maximum(*both(a, b)))
+
+    def max(self, value: Block, axis: int) -> Block:
+        return Block(value.v.amax(axis))
+
+    def min(self, value: Block, axis: int) -> Block:
+        return Block(value.v.amin(axis))
+
+    def sum(self, value: Block, axis: int) -> Block:
+        return Block(value.v.sum(axis))
 
     def exp(self, value: Block) -> Block:
         return Block(value.v.exp())
@@ -368,6 +397,6 @@ def run(
     for z in range(grid[2]):
         for y in range(grid[1]):
             for x in range(grid[0]):
-                machine = Machine((x, y, z), lands_early)
+                machine = Machine((x, y, z), grid, lands_early)
                 emulated(kernel, machine, {})(**given)
                 assert not machine.products

@@ -375,7 +375,10 @@ def run_combine(
 
 
 def run_on_nothing(kernel: object, *, num_pointers: int, absent: set[int], **constexprs) -> None:
-    """Launch on empty work: one program, integers 0, pointers at zeros that guards surround."""
+    """Launch on empty work: one program, integers 0, pointers at zeros that guards surround.
+
+    `integers` are those that are never 0, by their places.
+    """
     memory = Memory()
     zeros = memory.poisoned(EMPTY_BYTES, dtype=torch.uint8).fill_(0)
     # What a pointer points to is told by its type, so each of the kernel's gets one of its own.
@@ -383,8 +386,9 @@ def run_on_nothing(kernel: object, *, num_pointers: int, absent: set[int], **con
     pointers = [
         None if i in absent else zeros.view(dtypes.get(i, torch.int32)) for i in range(num_pointers)
     ]
-    num_integers = constexprs.pop("num_integers")
-    launch(kernel, (1, 1, 1), *pointers, *[0] * num_integers, **constexprs)
+    num_integers, others = constexprs.pop("num_integers"), constexprs.pop("integers", {})
+    integers = [others.get(i, 0) for i in range(num_integers)]
+    launch(kernel, (1, 1, 1), *pointers, *integers, **constexprs)
     memory.check()
 
 

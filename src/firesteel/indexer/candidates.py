@@ -78,7 +78,7 @@ def compact(
     """
     keys, positions = load_list(list_ptr, count, SIZE)
     least, ties, surplus, _ = threshold_from(keys, ordered_keys(floor), count, TOP_K, WARPS)
-    is_taken, place = taken(keys, least, ties, surplus, WARPS, 2)
+    is_taken, place = taken(keys, least, ties, surplus, WARPS)
     # All have read what is written below; and nothing is read before it is there.
     tl.debug_barrier()
     store_candidates(list_ptr, place, scores_of(keys), positions, is_taken, PTX)
@@ -100,11 +100,14 @@ def bound_of(best, TOP_K: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def load_chunk(scores_ptr, start, last, CHUNK: tl.constexpr):
-    """Scores start..start+CHUNK-1 of a row, anything from `last` on. start is a multiple of 64."""
+    """Scores start..start+CHUNK-1 of a row, up to `last` in whole pages, then -inf.
+
+    start is a multiple of 64.
+    """
     t = tl.arange(0, CHUNK)
     # Whole pages, which the compiler sees to be aligned: it reads 16 bytes at a time.
     is_read = t < (last - start + 63) // 64 * 64
-    return tl.load(scores_ptr + start + t, mask=is_read, other=0.0)
+    return tl.load(scores_ptr + start + t, mask=is_read, other=float("-inf"))
 
 
 @triton.jit
@@ -121,23 +124,19 @@ def keep_part(
     WARPS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """How many of a row's scores first..last-1, none before `begin`, reach `least`.
+    """How many of a row's scores first..last-1 reach `least`, which -inf does not.
 
     The list has them, with positions from `begin` on, chunk by chunk as long as it holds them.
-    first is a multiple of 64. `scores` are the first chunk; each further one is read while the one
-    before is looked at.
+    first is a multiple of 64; what shares a page with the row's keys and is none has -inf. `scores`
+    are the first chunk; each further one is read while the one before is looked at.
     """
     t = tl.arange(0, CHUNK)
-    length = tl.maximum(last - begin, 0).to(tl.uint32)
     count = tl.full((), 0, tl.int32)
     for start in range(first, last, CHUNK):
-        positions = start - begin + t
-        # One comparison, since a negative position is past any length.
-        is_seen = positions.to(tl.uint32, bitcast=True) < length
-        is_kept = (scores >= least) & is_seen
-        place, more = ranks(is_kept.to(tl.int32), WARPS, 4)
-        is_room = count + more <= SIZE
-        store_candidates(list_ptr, count + place, scores, positions, is_kept & is_room, PTX)
+        is_kept = scores >= least
+        place, more = ranks(is_kept.to(tl.int32), WARPS)
+        if count + more <= SIZE:
+            store_candidates(list_ptr, count + place, scores, start - begin + t, is_kept, PTX)
         scores = load_chunk(scores_ptr, start + CHUNK, last, CHUNK)
         count += more
     return count

@@ -64,10 +64,9 @@ def kept_places(counts_ptr, parts, MAX_PARTS: tl.constexpr, FINAL: tl.constexpr)
     for part in tl.static_range(MAX_PARTS):
         counts += (tl.load(counts_ptr + part, mask=part < parts, other=0),)
     for part in tl.static_range(MAX_PARTS):
-        if part < parts:
-            end += counts[part]
-            # From the next part's first on, if it has one.
-            at = tl.where(t >= end, t - end + (part + 1) * FINAL, at)
+        # What comes after this part's, if any does.
+        end += counts[part]
+        at += tl.where(t >= end, FINAL - counts[part], 0)
     return at, end
 
 
@@ -173,16 +172,16 @@ def filter_kernel(
         tl.debug_barrier()
         t = tl.arange(0, FINAL)
         at, total = kept_places(row_counts_ptr, parts, MAX_PARTS, FINAL)
+        at = tl.where(total > FINAL, t, at)
         if total > FINAL:
             total, least = keep_best(
                 row_scores_ptr, row_kept_ptr, 0, length, TOP_K, FINAL, WARPS, PTX
             )
-            at = t
         kept = tl.load(row_kept_ptr + at, mask=t < total, other=0, cache_modifier=".cg")
         keys, positions = split_candidates(kept, t < total)
         floor = ordered_keys(least)
         best, ties, surplus, found = threshold_from(keys, floor, total, TOP_K, WARPS)
-        is_taken, place = taken(keys, best, ties, surplus, WARPS, 1)
+        is_taken, place = taken(keys, best, ties, surplus, WARPS)
         write_selected(
             *(keys, positions, is_taken, place, found, call_row),
             page_table_ptr,

@@ -11,10 +11,12 @@ from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
 from firesteel.indexer.write import write_pages_kernel
+from firesteel.launch.binary import has_gluon
 from firesteel.launch.kernel import Argument, Kernel, Launch, Stride
 from firesteel.launch.key import Constexpr
 
 __all__ = [
+    "HOPPER",
     "KERNELS",
     "Groups",
     "Keys",
@@ -35,7 +37,24 @@ FILTER = Kernel(filter_kernel)
 SELECT = Kernel(select_kernel)
 RANGE_SCORES = Kernel(range_scores_kernel)
 RANGE_SELECT = Kernel(range_select_kernel)
-KERNELS = (WRITE, DECODE_SCORES, FILTER, SELECT, RANGE_SCORES, RANGE_SELECT)
+
+
+def _hopper() -> tuple[Kernel, ...]:
+    """Those of decode's scores and of prefill's."""
+    if not has_gluon():
+        return ()
+    from firesteel.indexer.range_scores_wgmma import range_scores_wgmma_kernel
+    from firesteel.indexer.score_wgmma import decode_scores_wgmma_kernel
+
+    return (
+        Kernel(decode_scores_wgmma_kernel, target="sm_90"),
+        Kernel(range_scores_wgmma_kernel, target="sm_90"),
+    )
+
+
+HOPPER = _hopper()
+"""Hopper's own kernels; none where Triton has no Gluon."""
+KERNELS = (WRITE, DECODE_SCORES, FILTER, SELECT, RANGE_SCORES, RANGE_SELECT, *HOPPER)
 
 Given = dict[str, tuple[str | None, Argument | None]]
 """Of each run-time parameter its type and what it is given; (None, None) for an absent tensor."""
@@ -51,6 +70,8 @@ class Tile:
         head_block             heads, padded
         warps, stages          of a program that multiplies
         registers              of a thread at most, or 0: fewer let more programs find room
+        wgmma                  whether the kernels are Hopper's own: two products of one warp group,
+                               and stages of two pages each
     """
 
     heads: int
@@ -61,6 +82,7 @@ class Tile:
     warps: int
     stages: int = 3
     registers: int = 0
+    wgmma: bool = False
 
     @property
     def block(self) -> int:
@@ -69,16 +91,17 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, Constexpr]:
-        """As kernels name them."""
-        return {
+        """As the kernels of decode name them."""
+        found: dict[str, Constexpr] = {
             "H": self.heads,
             "ROWS": self.rows,
             "ROW_BLOCK": self.row_block,
             "REST_BLOCK": self.rest_block,
             "HEAD_BLOCK": self.head_block,
-            "STAGES": self.stages,
-            "PTX": True,
         }
+        if not self.wgmma:
+            found["SPLIT"] = min(self.row_block, max(1, self.warps // 4))
+        return {**found, "STAGES": self.stages, "PTX": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +270,8 @@ def decode_scores(
     }
     grid = (requests, programs, 1)
     options: dict[str, Any] = {"warps": tile.warps, "max_registers": tile.registers}
-    return _launch(DECODE_SCORES, grid, given, tile.constants, pdl=pdl, **options)
+    kernel = HOPPER[0] if tile.wgmma else DECODE_SCORES
+    return _launch(kernel, grid, given, tile.constants, pdl=pdl, **options)
 
 
 def select(
@@ -360,27 +384,35 @@ def range_scores(
     capacity: int,
     stride: int,
     span: int,
+    group: int,
+    groups: int,
     pdl: bool,
 ) -> Launch:
     """Scores of the rows from `first` on, so many of a call's num_rows, in spans of their keys.
 
-    Rows of scores are `stride` pages apart.
+    Rows of scores are `stride` pages apart. Of each `group` keys 64 maxima are left, `groups` a row.
     """
     given: Given = {
         **keys.given,
         "w_ptr": ("*fp32", "w"),
         **ranges.given,
         "scores_ptr": ("*fp32", "scores"),
+        "maxima_ptr": ("*fp32", "maxima"),
         "capacity": ("i64", capacity),
         "stride_scores": ("i64", stride),
         "span": ("i64", span),
+        "group": ("i64", group),
         "first_row": ("i64", first),
         "R": ("i64", num_rows),
     }
-    constants = {n: value for n, value in tile.constants.items() if n != "REST_BLOCK"}
+    # Hopper's own have the rows of both products.
+    left_out = ("ROWS", "REST_BLOCK") if tile.wgmma else ("REST_BLOCK",)
+    constants = {n: value for n, value in tile.constants.items() if n not in left_out}
+    constants["GROUPS"] = groups
     grid = (-(-capacity // span), -(-rows // tile.rows), 1)
     options: dict[str, Any] = {"warps": tile.warps, "max_registers": tile.registers}
-    return _launch(RANGE_SCORES, grid, given, constants, pdl=pdl, **options)
+    kernel = HOPPER[1] if tile.wgmma else RANGE_SCORES
+    return _launch(kernel, grid, given, constants, pdl=pdl, **options)
 
 
 def range_select(
@@ -393,6 +425,7 @@ def range_select(
     rows: int,
     capacity: int,
     stride: int,
+    group: int,
     groups: int,
     size: int,
     warps: int,
@@ -403,12 +436,14 @@ def range_select(
     has_table = outputs.slots
     given: Given = {
         "scores_ptr": ("*fp32", "scores"),
+        "maxima_ptr": ("*fp32", "maxima"),
         "lists_ptr": ("*i64", "candidates"),
         **ranges.given,
         **outputs.given(),
         "page_table_ptr": ("*i32", "page_table") if has_table else (None, None),
         "capacity": ("i64", capacity),
         "stride_scores": ("i64", stride),
+        "group": ("i64", group),
         "stride_table": ("i64", keys.table_stride if has_table else 0),
         "first_row": ("i64", first),
         "R": ("i64", num_rows),

@@ -81,7 +81,8 @@ SLICE_ROWS = 2 * MULTIPROCESSORS
 """Of a slice of prefill a multiple, where so many fit: as many programs of range_select there are
 at once."""
 RANGE_GROUPS = 4096
-"""Groups of a row's scores, of which range_select finds the largest; scores it looks at a time."""
+"""Groups of a row's scores, of which range_scores leaves the largest; scores that range_select looks
+at a time."""
 RANGE_SIZE = 4096
 """As FILTER_FINAL."""
 RANGE_PAGES, MIN_RANGE_PAGES = 128, 8
@@ -127,27 +128,52 @@ def _tile(heads: int, rows: int, cache_dtype: str) -> Tile:
     )
 
 
+def _wgmma_tile(spec: DecodeSpec | PrefillSpec, rows: int) -> Tile | None:
+    """Of Hopper's own kernels, where so many rows make two products of at most 128 columns."""
+    head_block = _power(spec.num_heads)
+    block = _power(rows) // 2
+    if not spec.wgmma or spec.cache_dtype != "e4m3" or not 1 <= block <= 128 // head_block:
+        return None
+    return Tile(
+        heads=spec.num_heads,
+        rows=rows,
+        row_block=block,
+        rest_block=_power(rows - block),
+        head_block=head_block,
+        warps=4,
+        stages=2,
+        registers=248,
+        wgmma=True,
+    )
+
+
 def decode_tile(spec: DecodeSpec) -> Tile:
-    """All rows of a request in one product, so that its keys are read once.
+    """All rows of a request in one program, so that its keys are read once.
 
     Few columns are one warp group's, so that more programs find room, and no sum over heads is one
     over two of them.
     """
+    tile = _wgmma_tile(spec, spec.rows)
+    if tile is not None:
+        return tile
     tile = _tile(spec.num_heads, spec.rows, spec.cache_dtype)
     columns = tile.block * tile.head_block
     if columns <= 64:
-        return replace(tile, warps=4, stages=5)
+        return replace(tile, warps=4, stages=4)
     if tile.stages == 2:
         return tile
     if columns <= 192:
         # So that three programs find room.
-        return replace(tile, warps=4, stages=6, registers=168)
-    return replace(tile, stages=5)
+        return replace(tile, warps=4, stages=3, registers=168)
+    return replace(tile, stages=3)
 
 
 def prefill_tile(spec: PrefillSpec) -> Tile:
     """As many rows as a product has columns for, at most eight."""
     rows = min(8, MAX_COLUMNS // _power(spec.num_heads))
+    tile = _wgmma_tile(spec, rows)
+    if tile is not None:
+        return tile
     tile = _tile(spec.num_heads, rows, spec.cache_dtype)
     tile = replace(tile, stages=min(tile.stages, 3))
     # So that two programs find room.
@@ -172,7 +198,7 @@ def is_filtered(spec: DecodeSpec) -> bool:
 def _score_programs(tile: Tile, num_requests: int, least: int) -> int:
     """Of decode_scores, of a request: so many that all at once, or in turns, fill a GPU."""
     few = tile.block * tile.head_block <= 64
-    resident = MULTIPROCESSORS * (2 if tile.warps > 4 else 4 if few else 3)
+    resident = MULTIPROCESSORS * (2 if tile.wgmma or tile.warps > 4 else 4 if few else 3)
     turns = max(1, -(-least * num_requests // resident))
     return max(1, resident * turns // num_requests)
 
@@ -230,15 +256,15 @@ def decode_workspace(spec: DecodeSpec, num_requests: int) -> tuple[Region, ...]:
 def prefill_slice(spec: PrefillSpec) -> int:
     """Most rows whose scores are there at once: whole blocks, and turns of range_select."""
     block = prefill_tile(spec).rows
-    row_bytes = 4 * _pages_of(spec) * PAGE_TOKENS + 8 * RANGE_SIZE
+    row_bytes = 4 * _pages_of(spec) * PAGE_TOKENS + 8 * RANGE_SIZE + 4 * RANGE_GROUPS
     rows = SLICE_BYTES // row_bytes
     step = SLICE_ROWS if rows >= SLICE_ROWS else block
     return max(block, rows // step * step)
 
 
 def _pages_of(spec: PrefillSpec) -> int:
-    """From row to row of scores."""
-    return -(-spec.capacity // PAGE_TOKENS)
+    """From row to row of scores: whole pairs of pages."""
+    return -(-spec.capacity // (2 * PAGE_TOKENS)) * 2
 
 
 def prefill_workspace(spec: PrefillSpec, num_rows: int) -> tuple[Region, ...]:
@@ -247,7 +273,8 @@ def prefill_workspace(spec: PrefillSpec, num_rows: int) -> tuple[Region, ...]:
     # Of whole blocks, whose scores are written for all their rows.
     rows = min(-(-num_rows // block) * block, prefill_slice(spec))
     scores = rows * _pages_of(spec) * PAGE_TOKENS
-    return _regions(scores=4 * scores, candidates=8 * RANGE_SIZE * rows)
+    lists = {"candidates": 8 * RANGE_SIZE * rows, "maxima": 4 * RANGE_GROUPS * rows}
+    return _regions(scores=4 * scores, **lists)
 
 
 def _regions(**num_bytes: int) -> tuple[Region, ...]:
@@ -390,12 +417,17 @@ def _prefill_launches(spec: PrefillSpec, first: int, rows: int) -> tuple[Launch,
     blocks, resident = -(-rows // tile.rows), 2 * MULTIPROCESSORS
     turns = -(-_pages_of(spec) * blocks // (resident * RANGE_PAGES))
     pages = -(-_pages_of(spec) // max(1, resident * turns // blocks))
+    # Groups of pairs of pages, as many as leave so many maxima; a program has whole ones.
+    group = -(-_pages_of(spec) * PAGE_TOKENS // (2 * RANGE_GROUPS)) * 2
+    pages = -(-max(MIN_RANGE_PAGES, pages) // group) * group
     of_both: dict[str, Any] = {
         "first": first,
         "num_rows": first + rows,
         "rows": rows,
         "capacity": spec.capacity,
         "stride": _pages_of(spec),
+        "group": group * PAGE_TOKENS,
+        "groups": RANGE_GROUPS,
         "pdl": spec.pdl,
     }
     return (
@@ -403,14 +435,13 @@ def _prefill_launches(spec: PrefillSpec, first: int, rows: int) -> tuple[Launch,
             keys,
             ranges,
             tile,
-            span=max(MIN_RANGE_PAGES, pages) * PAGE_TOKENS,
+            span=pages * PAGE_TOKENS,
             **of_both,
         ),
         range_select(
             keys,
             ranges,
             _outputs(spec),
-            groups=RANGE_GROUPS,
             size=RANGE_SIZE,
             warps=8,
             registers=SELECT_REGISTERS,

@@ -1,11 +1,11 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Exact selection of prefill: one program a row, which finds a bound of its own.
+"""Exact selection of prefill: one program a row, which drops nearly all scores by a bound.
 
-The program reads its row's scores twice. First it finds the largest of each of GROUPS groups of
-keys that lie apart: the TOP_K-th largest of those is a bound that every selected score reaches, and
-few others do. Then it keeps what reaches the bound, and selects from that.
+range_scores leaves the largest of each of many groups of keys that lie apart: the TOP_K-th largest
+of those is a bound that every selected score reaches, and few others do. The program keeps what
+reaches it, and selects from that.
 """
 
 import triton
@@ -25,35 +25,15 @@ from firesteel.indexer.select import ordered_keys, taken, threshold_from, write_
 __all__ = ["range_select_kernel"]
 
 
-@triton.jit
-def maxima_of(scores_ptr, begin, end, GROUPS: tl.constexpr):
-    """The largest of each group of a row's scores begin..end-1, GROUPS apart; -inf of none."""
-    TURNS: tl.constexpr = 4
-    t = tl.arange(0, GROUPS)
-    length = tl.maximum(end - begin, 0).to(tl.uint32)
-    best = tl.full((GROUPS,), float("-inf"), tl.float32)
-    for start in range(begin // 64 * 64, end, TURNS * GROUPS):
-        scores = ()
-        # All are read before one is looked at.
-        for turn in tl.static_range(TURNS):
-            scores += (load_chunk(scores_ptr, start + turn * GROUPS, end, GROUPS),)
-        for turn in tl.static_range(TURNS):
-            # One comparison, since a negative position is past any length. A NaN is not larger, as
-            # none is selected.
-            position = (start + turn * GROUPS - begin + t).to(tl.uint32, bitcast=True)
-            is_larger = (scores[turn] > best) & (position < length)
-            best = tl.where(is_larger, scores[turn], best)
-    return best
-
-
 @triton.jit(
-    do_not_specialize=["capacity", "stride_scores", "stride_table", "first_row", "R"],
+    do_not_specialize=["capacity", "stride_scores", "group", "stride_table", "first_row", "R"],
     do_not_specialize_on_alignment=[
         *("page_table_ptr", "row_request_ptr", "k_start_ptr", "k_end_ptr"),
     ],
 )
 def range_select_kernel(
     scores_ptr,
+    maxima_ptr,
     lists_ptr,
     page_table_ptr,
     row_request_ptr,
@@ -64,6 +44,7 @@ def range_select_kernel(
     selected_scores_ptr,
     capacity: tl.int64,
     stride_scores: tl.int64,
+    group: tl.int64,
     stride_table: tl.int64,
     first_row: tl.int64,
     R: tl.int64,
@@ -77,7 +58,8 @@ def range_select_kernel(
     """The TOP_K largest scores of each row's range, in the order of positions
 
     name             shape            dtype  layout      traffic
-    scores           [rows, C]        fp32   rows apart  a row's range read twice
+    scores           [rows, C]        fp32   rows apart  a row's range read once
+    maxima           [rows, GROUPS]   fp32   contiguous  read once; those of a range's groups count
     lists            [rows, SIZE]     int64  contiguous  candidates written, then read, once
     page_table       [B, width]       int32  unit last stride  read for slots
     row_request      [R]              int32  contiguous  of pages; a negative one has no keys
@@ -89,14 +71,14 @@ def range_select_kernel(
     Selected from are the rows from first_row on, before R, of which the first one's scores are the
     first row of `scores`; rows of scores lie stride_scores times 64 apart.
 
-    Example: TOP_K 2, GROUPS 4, scores [5, 1, 7, 7 | 9, NaN] have maxima [9, 1, 7, 7]; the second
-    is 7, which positions 2, 3 and 4 reach, and of those [2, 4] are selected.
+    Example: TOP_K 2, scores [5, 1, 7, 7 | 9, NaN] with maxima [9, 1, 7, 7]: the second is 7, which
+    positions 2, 3 and 4 reach, and of those [2, 4] are selected.
 
     Grid      (rows,).
     Key       which pointers are None, constexprs; WARPS is num_warps.
     Numerics  exact; the same bits every run.
-    Bytes     8 a key of a range, from L2 as far as it holds them; 16 a key that reaches the bound;
-              where those are more than SIZE, 4 a key again
+    Bytes     4 a key of a range, 4 * GROUPS a row; 16 a key that reaches the bound; where those are
+              more than SIZE, 4 a key again
     Range     rows * C may pass 2**31, so row offsets are int64. GROUPS and SIZE are powers of two;
               SIZE is at least 2 * TOP_K, GROUPS at least TOP_K.
     Oracle    top_k_reference
@@ -114,7 +96,12 @@ def range_select_kernel(
         end = tl.where(b < 0, 0, end)
     row_scores_ptr = scores_ptr + own * stride_scores * 64
     list_ptr = lists_ptr + own * SIZE
-    best = maxima_of(row_scores_ptr, begin, end, GROUPS)
+    # Before the range is known; what is read of others' groups does not count.
+    cell = tl.arange(0, GROUPS)
+    best = tl.load(maxima_ptr + own * GROUPS + cell)
+    group = group.to(tl.int32)
+    is_own = (cell >= begin // group * 64) & (cell < (end + group - 1) // group * 64)
+    best = tl.where(is_own & (end > begin), best, float("-inf"))
     first = begin // 64 * 64
     # Before the bound is found, which takes a while.
     scores = load_chunk(row_scores_ptr, first, end, GROUPS)
@@ -130,7 +117,7 @@ def range_select_kernel(
     keys, positions = load_list(list_ptr, count, SIZE)
     floor = ordered_keys(least)
     kth, ties, surplus, total = threshold_from(keys, floor, count, TOP_K, WARPS)
-    is_taken, place = taken(keys, kth, ties, surplus, WARPS, 2)
+    is_taken, place = taken(keys, kth, ties, surplus, WARPS)
     if row < R:
         write_selected(
             *(keys, positions, is_taken, place, total, row),

@@ -1,39 +1,28 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202
-"""Scores of keys: a page of 64 is the rows of a product, all heads of a few rows its columns."""
+"""Scores of keys: a page of 64 is the rows of a product, all heads of a few rows its columns.
+
+A thread of a Hopper's product has two neighbouring columns of each eight. So columns that lie side
+by side are two heads of a row, then two of the next: most heads of a row meet in one thread, where
+their sum costs no more than their products with w. Warp groups that share columns each have whole
+rows.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from firesteel.indexer.ptx import scatter, uniform
+
 __all__ = [
     "clamped_length",
     "decode_scores_kernel",
+    "key_scores",
+    "larger",
     "page_keys",
     "query_tile",
-    "store_scores",
-    "uniform",
 ]
-
-
-@triton.jit
-def uniform(value, PTX: tl.constexpr):
-    """An int32 scalar, of which the assembler then knows that all threads of a warp have the same.
-
-    A loop up to what was loaded, or found by a sum, it would else take for one that threads leave
-    at different times, and keep nothing of it in registers of the warp.
-    """
-    if PTX:
-        value = tl.inline_asm_elementwise(
-            "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
-            "=r,r",
-            [value],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return value
 
 
 @triton.jit
@@ -44,21 +33,30 @@ def clamped_length(seq_len, row, ROWS: tl.constexpr, capacity):
 
 @triton.jit
 def query_tile(
-    q_ptr, w_ptr, row, is_row, H: tl.constexpr, ROW_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr
+    q_ptr,
+    w_ptr,
+    first,
+    count,
+    H: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """q as [128, ROW_BLOCK * HEAD_BLOCK] and w as [ROW_BLOCK * HEAD_BLOCK] of rows [ROW_BLOCK].
+    """q as [128, ROW_BLOCK * HEAD_BLOCK] and w as [ROW_BLOCK * HEAD_BLOCK] of rows from `first` on.
 
-    Heads past H and rows that are none have zeros.
+    Columns are ordered, and w is halved, as `key_scores` has it. Heads past H and rows past `count`
+    have zeros.
     """
-    heads = tl.arange(0, HEAD_BLOCK)
-    at = row[:, None] * H + heads[None, :]
-    is_head = is_row[:, None] & (heads < H)[None, :]
-    COLUMNS: tl.constexpr = ROW_BLOCK * HEAD_BLOCK
-    at = tl.reshape(at, (COLUMNS,))
-    is_head = tl.reshape(is_head.to(tl.int32), (COLUMNS,)) > 0
+    NEAR: tl.constexpr = ROW_BLOCK // SPLIT
+    column = tl.arange(0, ROW_BLOCK * HEAD_BLOCK)
+    row = column // (NEAR * HEAD_BLOCK) * NEAR + column // 2 % NEAR
+    head = column // (2 * NEAR) % (HEAD_BLOCK // 2) * 2 + column % 2
+    at = (first + row) * H + head
+    is_some = (row < count) & (head < H)
     d = tl.arange(0, 128)
-    q = tl.load(q_ptr + at[None, :] * 128 + d[:, None], mask=is_head[None, :], other=0.0)
-    return q, tl.load(w_ptr + at, mask=is_head, other=0.0)
+    q = tl.load(q_ptr + at[None, :] * 128 + d[:, None], mask=is_some[None, :], other=0.0)
+    w = tl.load(w_ptr + at, mask=is_some, other=0.0)
+    return q, w * 0.5 if q.dtype.primitive_bitwidth == 8 else w
 
 
 @triton.jit
@@ -70,7 +68,7 @@ def page_keys(values_ptr, scales_ptr, page, page_stride):
     t = tl.arange(0, 64)
     d = tl.arange(0, 128)
     is_there = (t >= 0) & (page >= 0)
-    start = tl.maximum(page, 0) * page_stride
+    start = tl.maximum(page, 0).to(tl.int64) * page_stride
     UNIT: tl.constexpr = 128 // values_ptr.dtype.element_ty.primitive_bitwidth
     keys_ptrs = values_ptr + start * UNIT + (t[:, None] * 128 + d[None, :])
     keys = tl.load(keys_ptrs, mask=is_there[:, None], other=0.0)
@@ -82,51 +80,43 @@ def page_keys(values_ptr, scales_ptr, page, page_stride):
 
 
 @triton.jit
-def key_scores(keys, scales, q, w, ROW_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr):
-    """[T, ROW_BLOCK] fp32 of keys [T, 128], scales [T], q [128, ROW_BLOCK * HEAD_BLOCK]."""
-    dots = tl.dot(keys, q)
-    # A NaN stays one: it must not become 0, which could be selected.
-    weighted = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
-    if ROW_BLOCK == 1:
-        sums = tl.sum(weighted, axis=1)[:, None]
-    else:
-        T: tl.constexpr = keys.shape[0]
-        sums = tl.sum(tl.reshape(weighted, (T, ROW_BLOCK, HEAD_BLOCK)), axis=2)
-    return sums * scales[:, None]
-
-
-@triton.jit
-def store_scores(
+def key_scores(
     keys,
     scales,
-    is_there,
     q,
     w,
-    scores_ptrs,
-    is_row,
     ROW_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """Scores of 64 keys to scores_ptrs [64, ROW_BLOCK]; -inf of keys that are not there.
+    """[T, ROW_BLOCK] fp32 of keys [T, 128], scales [T], q [128, ROW_BLOCK * HEAD_BLOCK].
 
-    is_there and is_row of None are all keys and all rows.
+    Columns: SPLIT parts of whole rows; in each pairs of heads, of which pair every row has its own
+    two side by side.
     """
-    found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK)
-    if is_there is not None:
-        found = tl.where(is_there[:, None], found, float("-inf"))
-    if is_row is None:
-        tl.store(scores_ptrs, found)
+    T: tl.constexpr = keys.shape[0]
+    NEAR: tl.constexpr = ROW_BLOCK // SPLIT
+    # Pairs of a row in eight columns: threads of their own.
+    APART: tl.constexpr = max(4 // NEAR, 1)
+    PAIRS: tl.constexpr = HEAD_BLOCK // 2 // APART
+    dots = tl.dot(keys, q)
+    # relu. A NaN stays one: it must not become 0, which could be selected.
+    if keys.dtype.primitive_bitwidth == 8:
+        # Twice what is positive, of which w is half, is as exact, and an addition takes half of a
+        # maximum's time. Products of e4m3 are far from infinity.
+        dots += tl.abs(dots)
     else:
-        tl.store(scores_ptrs, found, mask=is_row[None, :])
-    return found
+        dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    sums = tl.reshape(dots * w[None, :], (T, SPLIT, PAIRS, APART, NEAR, 2))
+    # Within a thread, and then between those that have heads of the same row.
+    sums = tl.sum(tl.sum(tl.sum(sums, axis=2), axis=4), axis=2)
+    return tl.reshape(sums, (T, ROW_BLOCK)) * scales[:, None]
 
 
 @triton.jit
-def larger(best, found, position, length):
-    """best [64, ROW_BLOCK], or found where it is larger and before its row's length."""
-    # A NaN is not larger, as none is selected.
-    is_larger = (found > best) & (position[:, None] < length[None, :])
-    return tl.where(is_larger, found, best)
+def larger(best, found):
+    """The larger of two each; a NaN is not larger, as none is selected."""
+    return tl.where(found > best, found, best)
 
 
 @triton.jit
@@ -161,6 +151,7 @@ def decode_scores_kernel(
     ROW_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -179,19 +170,18 @@ def decode_scores_kernel(
     arrived     [S * ROWS]         int32  contiguous        written once, zeros; None as maxima
 
     Scored are S requests, from first_request on, of which the first one's scores are the first.
-    Pages lie page_stride times 16 bytes apart, rows of scores stride_scores times 64. A key of a
-    page that is missing (-1) scores -inf. A page is written whole for every row: keys past a row's
-    own length have scores that mean nothing.
+    Pages lie page_stride times 16 bytes apart, rows of scores stride_scores times 64. A page is
+    written whole for every row: keys past a row's own length score -inf, and so do those of a page
+    that is missing (-1).
 
-    Program p has pages p, p + P, ... of its request, and maxima[r, p, t] is the largest score, up
-    to the row's length, of those pages' keys t: keys far from each other, so that a stretch of good
-    ones does not meet in one maximum. Programs without a page write none. arrived is for
-    filter_kernel to count in.
+    Program p has pages p, p + P, ... of its request, and maxima[r, p, t] is the largest score of
+    those pages' keys t: keys far from each other, so that a stretch of good ones does not meet in
+    one maximum. Programs without a page write none. arrived is for filter_kernel to count in.
 
     A product has ROW_BLOCK rows; those that are left, of 3, 5 or 6, a second one of REST_BLOCK.
 
     Grid      (S, P); the P programs of a request share its live pages, whatever width is.
-    Key       type of values, which pointers are None, H, ROWS, blocks, STAGES.
+    Key       type of values, which pointers are None, H, ROWS, blocks, SPLIT, STAGES.
     Numerics  exact products; sums of 128, and of H, in fp32 on the order of the layout, which is
               the same for every page; the same bits whatever B, P and the lengths are. On Hopper
               e4m3 products are added with fewer bits than fp32 has (score_bound_reference). A NaN
@@ -199,7 +189,8 @@ def decode_scores_kernel(
     Bytes     8448 or 16384 a live page; S * P * ROWS * H * (4 + 128 numbers) from L2; written
               4 * ROWS * 64 a live page, and a program with maxima
     Range     pages and scores may lie past 2**31, so offsets are int64. Blocks are powers of
-              two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H.
+              two; ROW_BLOCK + REST_BLOCK is at least ROWS, HEAD_BLOCK at least H; SPLIT at most
+              ROW_BLOCK.
     Oracle    decode_scores_reference
     """
     if PDL:
@@ -209,52 +200,59 @@ def decode_scores_kernel(
     own_b = tl.program_id(0).to(tl.int64)
     b = first_request + own_b
     j = tl.arange(0, ROW_BLOCK)
-    row = own_b * ROWS + j
     rest = ROW_BLOCK + tl.arange(0, max(REST_BLOCK, 1))
-    rest_row = own_b * ROWS + rest
-    first_row = first_request * ROWS
+    # None where a block has no more rows than there are.
+    is_row, is_rest = None, None
+    if ROW_BLOCK > ROWS:
+        is_row = (j < ROWS)[None, :]
+    if ROW_BLOCK + REST_BLOCK > ROWS:
+        is_rest = (rest < ROWS)[None, :]
+    own_row = own_b * ROWS
     if arrived_ptr is not None:
         own = tl.arange(0, 8)
         is_own = (own < ROWS) & (tl.program_id(1) == 0)
-        tl.store(arrived_ptr + own_b * ROWS + own, tl.zeros((8,), tl.int32), mask=is_own)
+        tl.store(arrived_ptr + own_row + own, tl.zeros((8,), tl.int32), mask=is_own)
     seq_len = tl.load(seq_lens_ptr + b)
     capacity = width * 64
-    length = clamped_length(seq_len, j, ROWS, capacity)
-    rest_length = clamped_length(seq_len, rest, ROWS, capacity)
+    length = clamped_length(seq_len, j, ROWS, capacity).to(tl.int32)[None, :]
+    rest_length = clamped_length(seq_len, rest, ROWS, capacity).to(tl.int32)[None, :]
     pages = ((clamped_length(seq_len, ROWS - 1, ROWS, capacity) + 63) // 64).to(tl.int32)
     pages = uniform(pages, PTX)
     first, step = tl.program_id(1), tl.num_programs(1)
     # Read before the length is known, so that one wait is for both.
-    q, w = query_tile(q_ptr, w_ptr, first_row + row, j < ROWS, H, ROW_BLOCK, HEAD_BLOCK)
+    call_row = first_request * ROWS + own_row
+    q, w = query_tile(q_ptr, w_ptr, call_row, ROWS, H, ROW_BLOCK, HEAD_BLOCK, SPLIT)
     if REST_BLOCK > 0:
+        REST_SPLIT: tl.constexpr = min(SPLIT, REST_BLOCK)
         rest_q, rest_w = query_tile(
-            *(q_ptr, w_ptr, first_row + rest_row, rest < ROWS, H, REST_BLOCK, HEAD_BLOCK)
+            *(q_ptr, w_ptr, call_row + ROW_BLOCK, ROWS - ROW_BLOCK),
+            *(H, REST_BLOCK, HEAD_BLOCK, REST_SPLIT),
         )
+        rest_best = tl.full((64, REST_BLOCK), float("-inf"), tl.float32)
+        rest_place = ((own_row + rest) * stride_scores * 64).to(tl.int32)[None, :]
     if first >= pages:
         return
     best = tl.full((64, ROW_BLOCK), float("-inf"), tl.float32)
-    if REST_BLOCK > 0:
-        rest_best = tl.full((64, REST_BLOCK), float("-inf"), tl.float32)
+    place = ((own_row + j) * stride_scores * 64).to(tl.int32)[None, :]
     t = tl.arange(0, 64)
     table_ptr = page_table_ptr + b * stride_table
+    page = tl.load(table_ptr + first)
     for number in tl.range(first, pages, step, num_stages=STAGES):
-        page = tl.load(table_ptr + number).to(tl.int64)
+        # Carried, so that the pipeline of keys does not wait for a pipeline of pages.
+        following = tl.load(table_ptr + tl.minimum(number + step, pages - 1))
         keys, scales, is_there = page_keys(values_ptr, scales_ptr, page, page_stride)
-        position = number * 64 + t
-        at = scores_ptr + position[:, None]
-        ptrs = at + row[None, :] * stride_scores * 64
-        found = store_scores(keys, scales, is_there, q, w, ptrs, j < ROWS, ROW_BLOCK, HEAD_BLOCK)
-        if maxima_ptr is not None:
-            best = larger(best, found, position, length)
+        position = (number * 64 + t)[:, None]
+        found = key_scores(keys, scales, q, w, ROW_BLOCK, HEAD_BLOCK, SPLIT)
+        found = tl.where(is_there[:, None] & (position < length), found, float("-inf"))
+        scatter(scores_ptr, place + position, found, is_row, PTX)
+        best = larger(best, found)
         if REST_BLOCK > 0:
-            ptrs = at + rest_row[None, :] * stride_scores * 64
-            found = store_scores(
-                *(keys, scales, is_there, rest_q, rest_w, ptrs, rest < ROWS),
-                *(REST_BLOCK, HEAD_BLOCK),
-            )
-            if maxima_ptr is not None:
-                rest_best = larger(rest_best, found, position, rest_length)
+            found = key_scores(keys, scales, rest_q, rest_w, REST_BLOCK, HEAD_BLOCK, REST_SPLIT)
+            found = tl.where(is_there[:, None] & (position < rest_length), found, float("-inf"))
+            scatter(scores_ptr, rest_place + position, found, is_rest, PTX)
+            rest_best = larger(rest_best, found)
+        page = following
     if maxima_ptr is not None:
-        store_maxima(maxima_ptr, best, row, j < ROWS)
+        store_maxima(maxima_ptr, best, own_row + j, j < ROWS)
         if REST_BLOCK > 0:
-            store_maxima(maxima_ptr, rest_best, rest_row, rest < ROWS)
+            store_maxima(maxima_ptr, rest_best, own_row + rest, rest < ROWS)

@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from firesteel.indexer.ptx import scatter
 from firesteel.indexer.score import clamped_length
 
 __all__ = [
     "ordered_keys",
     "ranks",
-    "scatter",
     "scores_of",
     "select_kernel",
     "taken",
@@ -49,27 +49,6 @@ def scores_of(keys):
     """The fp32 scores of uint32 keys; -inf of 0."""
     bits = (keys + 0x007FFFFF).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits & 0x7FFFFFFF, ~bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scatter(base_ptr, place, values, mask, PTX: tl.constexpr):
-    """Store values of 32 bits to int32 places, of any order, after base_ptr.
-
-    By PTX, which Triton's interpreter does not run: `tl.store` would first give each thread one
-    place of each row of threads, through shared memory.
-    """
-    if PTX:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $4, 0; "
-            "mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }",
-            "=r,l,r,r,r",
-            [base_ptr.to(tl.int64), place, values.to(tl.int32, bitcast=True), mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.store(base_ptr + place, values, mask=mask)
 
 
 @triton.jit
@@ -223,14 +202,15 @@ def threshold_from(keys, floor, count, TOP_K: tl.constexpr, WARPS: tl.constexpr)
 
 
 @triton.jit
-def ranks(is_one, WARPS: tl.constexpr, VECTOR: tl.constexpr):
+def ranks(is_one, WARPS: tl.constexpr):
     """(places, total): how many of is_one, zeros and ones by position, are before each; and in all.
 
-    A thread has VECTOR neighbours, then as many of the next THREADS times VECTOR, and so on: four
-    such turns are counted in one sum over threads, 16 bits each.
+    A thread has four neighbours, as every load of scores gives them to it, then as many of the next
+    THREADS times four, and so on: four such turns are counted in one sum over threads, 16 bits
+    each.
     """
     COUNT: tl.constexpr = is_one.shape[0]
-    NEAR: tl.constexpr = min(VECTOR, COUNT)
+    NEAR: tl.constexpr = min(COUNT, 4)
     THREADS: tl.constexpr = min(32 * WARPS, COUNT // NEAR)
     TURNS: tl.constexpr = COUNT // (THREADS * NEAR)
     FIELDS: tl.constexpr = min(TURNS, 4)
@@ -252,15 +232,15 @@ def ranks(is_one, WARPS: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def taken(keys, least, ties, surplus, WARPS: tl.constexpr, VECTOR: tl.constexpr):
+def taken(keys, least, ties, surplus, WARPS: tl.constexpr):
     """(is_taken, place): which keys threshold takes, and the place of each that is, from 0."""
     is_taken = (keys >= least).to(tl.int32)
     if surplus > 0:
         # The first so many of those equal.
         is_tie = (keys == least).to(tl.int32)
-        place, _ = ranks(is_tie, WARPS, VECTOR)
+        place, _ = ranks(is_tie, WARPS)
         is_taken = tl.where((is_tie > 0) & (place >= ties), 0, is_taken)
-    place, _ = ranks(is_taken, WARPS, VECTOR)
+    place, _ = ranks(is_taken, WARPS)
     return is_taken > 0, place
 
 
@@ -395,7 +375,7 @@ def select_kernel(
         list_ptr = from_ptr + row * stride * (2 * TOP_K)
         keys = tl.load(list_ptr + begin + t, mask=is_read, other=0).to(tl.uint32, bitcast=True)
     least, ties, surplus, total = threshold(keys, TOP_K, 0, WARPS)
-    is_taken, place = taken(keys, least, ties, surplus, WARPS, 4)
+    is_taken, place = taken(keys, least, ties, surplus, WARPS)
     if LEVEL > 0:
         positions = tl.load(list_ptr + stride * TOP_K + begin + t, mask=is_taken, other=0)
     if to_ptr is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
@@ -16,7 +16,7 @@ from firesteel.indexer.pages import (
     page_bytes,
 )
 from firesteel.launch import ANY_SIZE, NUM_TOKENS, Flags, Launch, Operand, Region
-from firesteel.launch.binary import supports_dependent_launch
+from firesteel.launch.binary import has_gluon, supports_dependent_launch, supports_wgmma
 from firesteel.launch.key import DTYPES
 
 __all__ = ["TOP_KS", "DecodeSpec", "PageWriterSpec", "PrefillSpec"]
@@ -43,6 +43,8 @@ def _check_flags(spec: PageWriterSpec | DecodeSpec | PrefillSpec, *names: str) -
         value = getattr(spec, name)
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{name}: got {value!r}, must be True or False")
+    if "wgmma" in names and getattr(spec, "wgmma") and not has_gluon():
+        raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")
 
 
 def _check_heads(num_heads: int, top_k: object) -> None:
@@ -173,6 +175,7 @@ class DecodeSpec:
         is_filtered  whether scores too low to be selected are dropped first: faster of many keys,
                      and the same bits; None leaves it to the plan (`firesteel.indexer.plan`)
         pdl          programmatic dependent launch
+        wgmma        kernels may be those that only sm_90 runs; needs Triton 3.6 or later
 
     Raises
         InvalidArgumentError, UnsupportedError: a field that no kernel takes.
@@ -188,12 +191,13 @@ class DecodeSpec:
     has_scores: bool = False
     is_filtered: bool | None = None
     pdl: bool = True
+    wgmma: bool = field(default_factory=has_gluon)
 
     def __post_init__(self) -> None:
         _check_heads(self.num_heads, self.top_k)
         _check_range("rows", self.rows, 1, MAX_ROWS)
         _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
-        _check_flags(self, "has_slots", "has_scores", "pdl")
+        _check_flags(self, "has_slots", "has_scores", "pdl", "wgmma")
         chosen: Any = self.is_filtered
         if chosen is not None and not isinstance(chosen, bool):
             raise InvalidArgumentError(f"is_filtered: got {chosen!r}, must be None, True or False")
@@ -209,7 +213,7 @@ class DecodeSpec:
         if self.is_filtered is not None:
             words.append("filtered" if self.is_filtered else "not filtered")
         words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
-        words += ["no pdl"] * (not self.pdl)
+        words += ["no pdl"] * (not self.pdl) + ["no wgmma"] * (not self.wgmma)
         return " ".join(words)
 
     @property
@@ -234,7 +238,7 @@ class DecodeSpec:
                 f"rows: got {self.rows} of {self.num_heads} heads in {self.cache_dtype}, must be "
                 "at most 4 on sm_120: their queries do not fit its shared memory"
             )
-        return replace(self, pdl=supports_dependent_launch(target))
+        return replace(self, pdl=supports_dependent_launch(target), wgmma=supports_wgmma(target))
 
     def flags(self) -> Mapping[str, tuple[str, ...]]:
         """Callers vary nothing but the number of requests."""
@@ -282,7 +286,7 @@ class PrefillSpec:
     request `row_request[r]`, and those of one request stand together.
 
     Fields
-        num_heads, top_k, has_scores, pdl  as `DecodeSpec`'s
+        num_heads, top_k, has_scores, pdl, wgmma  as `DecodeSpec`'s
         num_keys      of contiguous keys; None where they are in pages
         width         columns of the page table; None where keys are contiguous
         num_requests  rows of the page table, whose values may change in place; with a width
@@ -305,6 +309,7 @@ class PrefillSpec:
     has_slots: bool = False
     has_scores: bool = False
     pdl: bool = True
+    wgmma: bool = field(default_factory=has_gluon)
 
     def __post_init__(self) -> None:
         _check_heads(self.num_heads, self.top_k)
@@ -312,7 +317,7 @@ class PrefillSpec:
             raise InvalidArgumentError(
                 f"num_keys, width: got {self.num_keys} and {self.width}, must be one of them"
             )
-        _check_flags(self, "has_slots", "has_scores", "pdl")
+        _check_flags(self, "has_slots", "has_scores", "pdl", "wgmma")
         _check_range("num_requests", self.num_requests, 1, 1 << 24)
         _set_pages(self)
         if self.num_keys is None:
@@ -338,7 +343,7 @@ class PrefillSpec:
             where = f"keys={self.num_keys} {self.cache_dtype}"
         words = [f"indexer prefill H={self.num_heads} top_k={self.top_k} {where}"]
         words += ["slots"] * self.has_slots + ["scores"] * self.has_scores
-        words += ["no pdl"] * (not self.pdl)
+        words += ["no pdl"] * (not self.pdl) + ["no wgmma"] * (not self.wgmma)
         return " ".join(words)
 
     @property
@@ -353,7 +358,7 @@ class PrefillSpec:
 
     def for_target(self, target: str) -> PrefillSpec:
         """The same with what kernels for a target ("sm_90") may use."""
-        return replace(self, pdl=supports_dependent_launch(target))
+        return replace(self, pdl=supports_dependent_launch(target), wgmma=supports_wgmma(target))
 
     def flags(self) -> Mapping[str, tuple[str, ...]]:
         """Callers vary nothing but the number of rows."""
