@@ -416,7 +416,8 @@ def run_ranges(
         launch(
             *(range_select_kernel, (rows,), scores, maxima, lists, keys[2], *ranges, *given),
             *(capacity, stride, group, table_stride, first, first + rows),
-            **{"TOP_K": top_k, "GROUPS": groups, "SIZE": size, "WARPS": 1, "PTX": False},
+            **{"TOP_K": top_k, "GROUPS": groups, "SIZE": size, "CHUNK": 64},
+            **{"WARPS": 1, "PTX": False},
         )
     memory.check()
     return outputs

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from firesteel.indexer.launches import KERNELS
+from firesteel.indexer.launches import HOPPER, KERNELS
 from firesteel.indexer.spec import DecodeSpec, PageWriterSpec, PrefillSpec
 from firesteel.launch import Kernel, LaunchKey, plan
 from firesteel.launch.binary import Binary, compile_all
@@ -38,15 +38,19 @@ def shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     """
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
     turnkey = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=2048)
+    prefill = PrefillSpec(num_heads=32, top_k=2048, num_keys=131072)
     for spec in (
         PageWriterSpec(dtype="fp32", cache_dtype="bf16"),
         replace(turnkey, cache_dtype="bf16", page_stride=0),
         PageWriterSpec(dtype="fp32"),
         replace(turnkey, is_filtered=False),
-        turnkey,
-        PrefillSpec(num_heads=32, top_k=2048, num_keys=131072),
+        *(turnkey, prefill),
+        *(replace(turnkey, wgmma=False), replace(prefill, wgmma=False)),
     ):
-        made = plan(spec.for_target(target), 8)
+        own = spec.for_target(target)
+        if not getattr(spec, "wgmma", True):
+            own = replace(own, wgmma=False)
+        made = plan(own, 8)
         for key in made.keys:
             has_keys = "values_ptr" in dict(key.arguments)
             end = f" {spec.cache_dtype}" if has_keys and spec.cache_dtype != "e4m3" else ""
@@ -71,7 +75,8 @@ def measure(target: str, folder: Path) -> dict[str, tuple[Usage, list[Instructio
 def test_each_kernel_compiles_within_the_budget(target: str, tmp_path: Path) -> None:
     budget = json.loads(BUDGET.read_text(encoding="utf-8"))[target]
     found = measure(target, tmp_path)
-    assert {kernel.name.rpartition(".")[2] for kernel in KERNELS} == {
+    kernels = set(KERNELS) - (set(HOPPER) if target != "sm_90" else set())
+    assert {kernel.name.rpartition(".")[2] for kernel in kernels} == {
         name.partition(" ")[0] for name in found
     }
     assert set(found) == set(budget)
@@ -90,10 +95,14 @@ def test_each_kernel_compiles_within_the_budget(target: str, tmp_path: Path) -> 
         first = next(at for at, kind in enumerate(kinds) if kind in GLOBAL)
         assert kinds.index("PREEXIT") < kinds.index("ACQBULK") < first, name
         # relu keeps a NaN, so that its key is never selected; no maximum of numbers drops one.
+        maxima = [each for each in names if each.startswith("FMNMX")]
         if is_product:
-            maxima = [each for each in names if each.startswith("FMNMX")]
-            assert maxima, name
+            assert bool(maxima) == is_half, name
             assert all("NAN" in each.split(".") for each in maxima), name
+        # Products that the assembler has serialised would each have a wait of their own.
+        if name.endswith("_wgmma_kernel"):
+            assert kinds.count("QGMMA") == 16, name
+            assert names.count("WARPGROUP.DEPBAR.LE") == 4, name
 
 
 def main() -> int:

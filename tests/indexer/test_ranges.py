@@ -144,6 +144,7 @@ def test_empty_work_ends() -> None:
     kind: dict[str, Any] = {"dtypes": {}, "absent": set()}
     kind["integers"] = {5: 64}
     run_on_nothing(range_scores_kernel, num_pointers=10, num_integers=8, **kind, **constants)
-    constants = {"TOP_K": 16, "GROUPS": 64, "SIZE": 32, "WARPS": 1, "PTX": False}
+    constants = {"TOP_K": 16, "GROUPS": 64, "SIZE": 32, "CHUNK": 64, "WARPS": 1}
+    constants["PTX"] = False
     kind |= {"dtypes": {0: torch.float32, 1: torch.float32, 2: torch.int64}, "integers": {2: 64}}
     run_on_nothing(range_select_kernel, num_pointers=10, num_integers=6, **kind, **constants)

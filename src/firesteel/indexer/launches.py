@@ -428,6 +428,7 @@ def range_select(
     group: int,
     groups: int,
     size: int,
+    chunk: int,
     warps: int,
     registers: int,
     pdl: bool,
@@ -449,6 +450,6 @@ def range_select(
         "R": ("i64", num_rows),
     }
     constants: dict[str, Constexpr] = {"TOP_K": outputs.top_k, "GROUPS": groups, "SIZE": size}
-    constants |= {"WARPS": warps, "PTX": True}
+    constants |= {"CHUNK": chunk, "WARPS": warps, "PTX": True}
     options: dict[str, Any] = {"warps": warps, "max_registers": registers}
     return _launch(RANGE_SELECT, (rows, 1, 1), given, constants, pdl=pdl, **options)

@@ -70,7 +70,7 @@ FILTER_PROGRAMS = 264
 FILTER_FINAL = 4096
 """Scores that may reach a filter's bound before it goes through all of them again."""
 FILTER_PARTS = 16
-"""Programs of filter that share a row, at most."""
+"""Programs of filter that share a row, at most: where rows are few; half as many of others."""
 MAX_FILTER_CHUNK = 8192
 """Scores that a program of filter looks at a time, where rows are few; half as many of others."""
 FEW_FILTERED = 8
@@ -81,10 +81,11 @@ SLICE_ROWS = 2 * MULTIPROCESSORS
 """Of a slice of prefill a multiple, where so many fit: as many programs of range_select there are
 at once."""
 RANGE_GROUPS = 4096
-"""Groups of a row's scores, of which range_scores leaves the largest; scores that range_select looks
-at a time."""
+"""Groups of a row's scores, of which range_scores leaves the largest."""
 RANGE_SIZE = 4096
 """As FILTER_FINAL."""
+RANGE_CHUNK = 8192
+"""Scores that range_select looks at a time."""
 RANGE_PAGES, MIN_RANGE_PAGES = 128, 8
 """Of a program of range_scores, at most and at least, about."""
 SELECT_REGISTERS = 128
@@ -212,8 +213,10 @@ def _groups(tile: Tile, num_requests: int) -> Groups:
     )
 
 
-def _filter_parts(num_rows: int) -> int:
-    return min(FILTER_PARTS, max(1, FILTER_PROGRAMS // num_rows))
+def _filter_parts(num_rows: int) -> tuple[int, int]:
+    """Programs that share a row, and the most that a filter is compiled for."""
+    most = FILTER_PARTS if num_rows <= FEW_FILTERED else FILTER_PARTS // 2
+    return min(most, max(1, FILTER_PROGRAMS // num_rows)), most
 
 
 def _decode_bytes(spec: DecodeSpec, num_requests: int) -> dict[str, int]:
@@ -336,14 +339,15 @@ def _decode_launches(spec: DecodeSpec, first: int, num_requests: int) -> tuple[L
     if groups is None:
         return (scores, *_select_levels(spec, first_row, num_rows))
     is_few = num_rows <= FEW_FILTERED
+    parts, max_parts = _filter_parts(num_rows)
     filtered = filter_scores(
         _outputs(spec),
         groups,
         first=first_row,
         num_rows=num_rows,
         rows=spec.rows,
-        parts=_filter_parts(num_rows),
-        max_parts=FILTER_PARTS,
+        parts=parts,
+        max_parts=max_parts,
         final=FILTER_FINAL,
         chunk=MAX_FILTER_CHUNK if is_few else MAX_FILTER_CHUNK // 2,
         width=spec.width,
@@ -443,6 +447,7 @@ def _prefill_launches(spec: PrefillSpec, first: int, rows: int) -> tuple[Launch,
             ranges,
             _outputs(spec),
             size=RANGE_SIZE,
+            chunk=RANGE_CHUNK,
             warps=8,
             registers=SELECT_REGISTERS,
             **of_both,

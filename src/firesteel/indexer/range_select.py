@@ -51,6 +51,7 @@ def range_select_kernel(
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     WARPS: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,8 +80,8 @@ def range_select_kernel(
     Numerics  exact; the same bits every run.
     Bytes     4 a key of a range, 4 * GROUPS a row; 16 a key that reaches the bound; where those are
               more than SIZE, 4 a key again
-    Range     rows * C may pass 2**31, so row offsets are int64. GROUPS and SIZE are powers of two;
-              SIZE is at least 2 * TOP_K, GROUPS at least TOP_K.
+    Range     rows * C may pass 2**31, so row offsets are int64. GROUPS, SIZE and CHUNK are powers
+              of two; SIZE is at least 2 * TOP_K, GROUPS at least TOP_K.
     Oracle    top_k_reference
     """
     if PDL:
@@ -104,10 +105,10 @@ def range_select_kernel(
     best = tl.where(is_own & (end > begin), best, float("-inf"))
     first = begin // 64 * 64
     # Before the bound is found, which takes a while.
-    scores = load_chunk(row_scores_ptr, first, end, GROUPS)
+    scores = load_chunk(row_scores_ptr, first, end, CHUNK)
     least = bound_of(best, TOP_K, WARPS)
     count = keep_part(
-        *(scores, row_scores_ptr, list_ptr, first, end, begin, least, SIZE, GROUPS, WARPS, PTX)
+        *(scores, row_scores_ptr, list_ptr, first, end, begin, least, SIZE, CHUNK, WARPS, PTX)
     )
     if count > SIZE:
         tl.debug_barrier()
