@@ -80,6 +80,8 @@ SLICE_BYTES = 192 << 20
 SLICE_ROWS = 2 * MULTIPROCESSORS
 """Of a slice of prefill a multiple, where so many fit: as many programs of range_select there are
 at once."""
+FEW_SLICE_ROWS = 32
+"""Of a smaller one: four blocks, of which 64 programs of range_scores each are a turn."""
 RANGE_GROUPS = 4096
 """Groups of a row's scores, of which range_scores leaves the largest."""
 RANGE_SIZE = 4096
@@ -261,7 +263,7 @@ def prefill_slice(spec: PrefillSpec) -> int:
     block = prefill_tile(spec).rows
     row_bytes = 4 * _pages_of(spec) * PAGE_TOKENS + 8 * RANGE_SIZE + 4 * RANGE_GROUPS
     rows = SLICE_BYTES // row_bytes
-    step = SLICE_ROWS if rows >= SLICE_ROWS else block
+    step = SLICE_ROWS if rows >= SLICE_ROWS else FEW_SLICE_ROWS if rows >= FEW_SLICE_ROWS else block
     return max(block, rows // step * step)
 
 
@@ -448,7 +450,8 @@ def _prefill_launches(spec: PrefillSpec, first: int, rows: int) -> tuple[Launch,
             _outputs(spec),
             size=RANGE_SIZE,
             chunk=RANGE_CHUNK,
-            warps=8,
+            # Of few programs each has a multiprocessor.
+            warps=8 if rows > MULTIPROCESSORS else 16,
             registers=SELECT_REGISTERS,
             **of_both,
         ),

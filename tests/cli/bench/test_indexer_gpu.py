@@ -35,7 +35,8 @@ def test_a_case_is_exact_and_timed(tmp_path, options: tuple, kernels: list[str])
     assert row["differs"] is None
     assert row["tied_rows"] > 0
     assert 0 < row["score_error"] <= row["dot_rounding"]
-    assert [each["kernel"] for each in row["launches"]] == kernels
+    # Or Hopper's own.
+    assert [each["kernel"].removesuffix("_wgmma") for each in row["launches"]] == kernels
     assert all(each["us"] > 0 for each in row["launches"])
     assert 0 < row["us_p20"] <= row["us"] <= row["us_p80"]
     assert row["us"] > row["floor_us"] > 0
