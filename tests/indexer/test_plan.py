@@ -137,7 +137,7 @@ def test_slices_of_prefill_fit_the_workspace(num_keys: int) -> None:
 def test_routes() -> None:
     turnkey, long = replace(TURNKEY, wgmma=False), replace(LONG, wgmma=False)
     assert names(turnkey, 8) == ["decode_scores", "select"]
-    assert names(replace(turnkey, width=513), 8) == ["decode_scores", "filter"]
+    assert names(replace(turnkey, width=257), 8) == ["decode_scores", "filter"]
     assert names(long, 8) == ["decode_scores", "filter"]
     assert names(replace(turnkey, is_filtered=True), 8) == ["decode_scores", "filter"]
     whole = replace(long, is_filtered=False)

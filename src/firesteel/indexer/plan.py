@@ -1,10 +1,10 @@
 """Choosers of the launches of the indexer's operations: the only ones; the plan enumerates them.
 
     write     one launch
-    tiled     decode of few keys a request: decode_scores, then select of each span of 16384 keys,
-              then select of what those left, until one span is left
-    filtered  decode of requests that may have more than 32768 keys: decode_scores, which leaves
-              maxima of groups of keys too, then filter
+    tiled     decode of up to 16384 keys a request: decode_scores, then select; of more, where asked
+              for, select of each span of 16384 keys, then of what those left, until one is left
+    filtered  decode of requests that may have more: decode_scores, which leaves maxima of groups of
+              keys too, then filter
     ranged    prefill: range_scores, then range_select
 
 A call whose scores would pass the workspace goes in slices: of requests, or of rows. All ways give
@@ -63,8 +63,8 @@ MULTIPROCESSORS = 132
 """Of an H200; what is laid out for as many keeps others busy too."""
 GROUP_PROGRAMS = 64
 """Programs of decode_scores of a request that leave groups of their own, 64 each."""
-FILTERED_KEYS = 32768
-"""Most keys of a request from which a select of all is no slower than a filter."""
+FILTERED_KEYS = SPAN
+"""Most keys of a request from which a select of all, then of one span, is faster than a filter."""
 FILTER_PROGRAMS = 264
 """Of filter, at most while rows are fewer: two for each multiprocessor."""
 FILTER_FINAL = 4096
@@ -327,12 +327,17 @@ def _decode_launches(spec: DecodeSpec, first: int, num_requests: int) -> tuple[L
     tile = decode_tile(spec)
     groups = _groups(tile, num_requests) if is_filtered(spec) else None
     programs = min(spec.width, _score_programs(tile, num_requests, 1))
+    if groups is not None:
+        programs = groups.programs
+    if not tile.wgmma and 2 * programs >= spec.width:
+        # Of two pages at most there is nothing to be read ahead.
+        tile = replace(tile, stages=2)
     scores = decode_scores(
         Keys(dtype=spec.element, page_stride=spec.page_stride, table_stride=Stride("page_table")),
         tile,
         first=first,
         requests=num_requests,
-        programs=programs if groups is None else groups.programs,
+        programs=programs,
         width=spec.width,
         has_maxima=groups is not None,
         pdl=spec.pdl,
