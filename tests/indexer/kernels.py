@@ -381,7 +381,7 @@ def run_ranges(
     groups: int = 256,
     size: int = 32,
 ) -> Outputs:
-    """A prefill by range_scores and range_select, slice by slice; `groups` maxima of so many keys."""
+    """A prefill by range_scores and range_select, slice by slice; of `group` keys 64 maxima."""
     memory = Memory()
     num_rows = len(case.q)
     tile = replace_rows(case, row_block)

@@ -122,11 +122,13 @@ def test_slices_of_prefill_fit_the_workspace(num_keys: int) -> None:
                 assert written >= rows
                 stride = 64 * int(given["stride_scores"])
                 # Scores of pairs of pages, and of groups the largest.
-                assert stride >= num_keys and stride % 128 == 0
+                assert stride >= num_keys
+                assert stride % 128 == 0
                 assert sizes["scores"] >= 4 * written * stride
                 spans = {n: scores.arguments[at] for at, (n, _) in enumerate(scores.key.arguments)}
                 group = spans["group"]
-                assert spans["span"] % group == 0 and group % 128 == 0 and given["group"] == group
+                assert given["group"] == group
+                assert spans["span"] % group == group % 128 == 0
                 assert -(-num_keys // group) * 64 <= tile["GROUPS"] == constants["GROUPS"]
                 assert sizes["maxima"] >= 4 * written * tile["GROUPS"]
                 assert sizes["candidates"] >= 8 * rows * constants["SIZE"]

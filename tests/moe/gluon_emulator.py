@@ -188,9 +188,7 @@ def registers_of(value: Block, kind: str, pack: int) -> list[np.ndarray]:
 class Machine:
     """What one program of a kernel sees as `gl`, `tl` and the modules beside them."""
 
-    def __init__(
-        self, program: tuple[int, ...], grid: tuple[int, ...], lands_early: bool
-    ) -> None:
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], lands_early: bool) -> None:
         self.program, self.grid, self.lands_early = program, grid, lands_early
         self.open: list[Callable[[], None]] = []
         self.groups: list[list[Callable[[], None]]] = []

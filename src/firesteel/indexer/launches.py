@@ -390,7 +390,8 @@ def range_scores(
 ) -> Launch:
     """Scores of the rows from `first` on, so many of a call's num_rows, in spans of their keys.
 
-    Rows of scores are `stride` pages apart. Of each `group` keys 64 maxima are left, `groups` a row.
+    Rows of scores are `stride` pages apart. Of each `group` keys 64 maxima are left; a row has
+    `groups`.
     """
     given: Given = {
         **keys.given,

@@ -1,7 +1,7 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201, ANN202
-"""What the indexer's kernels say in PTX; Triton's interpreter, for which PTX is False, runs none."""
+# ruff: noqa: ANN001, ANN201
+"""What the indexer's kernels say in PTX. Triton's interpreter runs none: there PTX is False."""
 
 import triton
 import triton.language as tl

@@ -52,7 +52,8 @@ def score_keys(
     """Scores of the keys [first, last), whole pages, and the largest of each group of theirs.
 
     A row has `count` keys from `begin` on, `[1, ROW_BLOCK]`, and -inf for others; is_scored of None
-    are all rows. first is a multiple of 64; place and cell are of each row's first score and maximum.
+    are all rows. first is a multiple of 64; place and cell are those of a row's first score and
+    maximum.
     """
     t = tl.arange(0, 64)
     d = tl.arange(0, 128)
@@ -143,7 +144,7 @@ def range_scores_kernel(
     row_request      [R]                       int32  contiguous       requests of rows, of pages
     k_start, k_end   [R]                       int32  contiguous       k_start None: 0
     scores           [rows, C]                 fp32   rows apart       ranges, in whole pages
-    maxima           [rows, GROUPS]            fp32   contiguous       of groups with keys of a range
+    maxima           [rows, GROUPS]            fp32   contiguous       groups with keys of ranges
 
     scales is None of 16-bit keys. Scored are the rows from first_row on, before R, of which the
     first one's scores are the first row of `scores`; rows of scores lie stride_scores times 64

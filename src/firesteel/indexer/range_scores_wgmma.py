@@ -62,7 +62,7 @@ def store_page(
     found, best, rows, context, half: gl.constexpr, ROWS: gl.constexpr, PTX: gl.constexpr
 ):  # fmt: skip
     """Scores of a page to their places; the largest so far."""
-    begin, end, place, cell, is_scored = rows
+    begin, end, place, _, is_scored = rows
     pages, at, scores_ptr = context
     key = at + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(ROWS)))[:, None]
     is_seen = (key >= begin) & (key < end) & (pages[half] >= 0)
@@ -76,7 +76,7 @@ def store_group(
     best, rows, number, is_end, maxima_ptr, ROWS: gl.constexpr, PTX: gl.constexpr
 ):  # fmt: skip
     """At the end of a group the largest of it; the next `best`."""
-    begin, end, place, cell, is_scored = rows
+    _, _, _, cell, is_scored = rows
     t = gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout(ROWS)))[:, None]
     is_stored = is_end
     if is_scored is not None:

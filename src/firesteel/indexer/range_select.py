@@ -1,6 +1,6 @@
 # pyright: basic
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201
 """Exact selection of prefill: one program a row, which drops nearly all scores by a bound.
 
 range_scores leaves the largest of each of many groups of keys that lie apart: the TOP_K-th largest

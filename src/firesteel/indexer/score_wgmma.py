@@ -158,9 +158,7 @@ def decode_scores_wgmma_kernel(
     dots, never = (no_product(q[0]), no_product(q[1])), pages < 0
     for pair in range(0, (pages - first + 2 * step - 1) // (2 * step)):
         number = first + pair * 2 * step
-        copy_pages(
-            buffers, pair + STAGES - 1, values_ptr, scales_ptr, page_stride, ahead, STAGES
-        )
+        copy_pages(buffers, pair + STAGES - 1, values_ptr, scales_ptr, page_stride, ahead, STAGES)
         ahead = pages_of(table_ptr, number + STAGES * 2 * step, step, pages)
         next_table = pages_of(table_ptr, number + 2 * step, step, pages)
         async_copy.wait_group(STAGES - 1)

@@ -8,7 +8,7 @@ from tests.cli.command import invoke
 
 pytestmark = pytest.mark.gpu
 
-# Two launches that select, since a span has 16,384 scores; and a prefill.
+# More keys than a span of 16,384 has; and a prefill.
 OWN = [
     ("--requests", 2, "--rows", 3, "--heads", 16, "--context", 20_000, "--top-k", 512),
     ("--mode", "prefill", "--rows", 70, "--heads", 16, "--context", 20_000, "--top-k", 512),
@@ -19,9 +19,12 @@ OWN = [
     ("options", "kernels"),
     [
         (("--case", "one-8k"), ["decode_scores", "select"]),
-        (OWN[0], ["decode_scores", "select", "select"]),
+        (OWN[0], ["decode_scores", "filter"]),
         (OWN[1], ["range_scores", "range_select"]),
-        ((*OWN[0], "--cache-dtype", "bf16"), ["decode_scores", "select", "select"]),
+        (
+            (*OWN[0], "--cache-dtype", "bf16", "--route", "tiled"),
+            ["decode_scores", "select", "select"],
+        ),
         ((*OWN[1], "--cache-dtype", "fp16"), ["range_scores", "range_select"]),
     ],
     ids=["one-8k", "decode", "prefill", "decode-bf16", "prefill-fp16"],
