@@ -28,6 +28,8 @@ MATRIX = {"sm_90": "QGMMA", "sm_120": "QMMA"}
 MATRIX_16 = {"sm_90": "HGMMA", "sm_120": "HMMA"}
 # What reads or writes memory that other launches do.
 GLOBAL = ("LDG", "STG", "LDGSTS", "ATOMG")
+# What tells the loop of a kernel that matters: its products, or else the sums of a pass of a search.
+OF_LOOP = ("QGMMA", "QMMA", "HGMMA", "HMMA", "REDUX")
 Usage = dict[str, int]
 
 
@@ -65,10 +67,27 @@ def measure(target: str, folder: Path) -> dict[str, tuple[Usage, list[Instructio
     compile_all(list(keys.values()), target, threads=2, done=binaries.__setitem__)
     found = {name: binaries[key] for name, (_, key) in keys.items()}
     codes = disassemble([each.image for each in found.values()], target, folder)
-    return {
-        name: (resources(each.image, folder) | {"shared_bytes": each.shared_bytes}, code)
-        for (name, each), code in zip(found.items(), codes, strict=True)
-    }
+    usages = {}
+    for (name, each), code in zip(found.items(), codes, strict=True):
+        usage = resources(each.image, folder) | {"shared_bytes": each.shared_bytes}
+        usages[name] = (usage | {"loop_instructions": loop_instructions(code)}, code)
+    return usages
+
+
+def loop_instructions(code: list[Instruction]) -> int:
+    """Of the first, innermost loop that has one of OF_LOOP; 0 where there is none."""
+    loops = [
+        [each for each in code if last.target <= each.address <= last.address]
+        for last in code
+        if last.target is not None and last.target <= last.address
+    ]
+    for kind in OF_LOOP:
+        sizes = [
+            len(loop) for loop in loops if any(each.name.partition(".")[0] == kind for each in loop)
+        ]
+        if sizes:
+            return min(sizes)
+    return 0
 
 
 @pytest.mark.parametrize("target", TARGETS)
