@@ -94,9 +94,11 @@ def check(
 
 
 @LANDS_EARLY
-@pytest.mark.parametrize(("span", "group"), [(128, 128), (256, 256)])
-def test_prefill_of_contiguous_keys(span: int, group: int, lands_early: bool) -> None:
+@pytest.mark.parametrize(("span", "group", "least"), [(128, 128, -5), (256, 256, 70)])
+def test_prefill_of_contiguous_keys(span: int, group: int, least: int, lands_early: bool) -> None:
+    """Ranges that begin before the first key, and none that begins in the first page of a pair."""
     case = prefill_case(11, 650, seed=span)
+    case = replace(case, k_start=case.k_start.clamp(min=least))
     ranges = []
     for start, end in zip(case.k_start.tolist(), case.k_end.tolist(), strict=True):
         begin = min(max(start, 0), 650)
