@@ -26,11 +26,10 @@ from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.vllm.experts import FiresteelExperts
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model, why_not
+from firesteel.integrations.vllm.support import METHOD
 from firesteel.settings import Settings
 
 __all__ = ["METHOD", "FiresteelConfig"]
-
-METHOD = "firesteel"
 
 # vLLM shows what is logged under its own name alone.
 log = init_logger("vllm.firesteel.config")
