@@ -22,7 +22,7 @@ from torch import Tensor
 from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.base import TensorHeader
 
-__all__ = ["INDEX", "PICKLES", "Checkpoint", "Reader", "read_headers", "resolve"]
+__all__ = ["INDEX", "PICKLES", "Checkpoint", "Reader", "read_headers", "read_index", "resolve"]
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -234,7 +234,16 @@ def _weight_map(path: Path) -> dict[str, str] | None:
                 "run code when read; only safetensors are read: convert it first"
             )
         raise CheckpointError(f"checkpoint: neither {INDEX} nor {_SINGLE} in {path}")
-    content = _read_json(index)
+    return read_index(path)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor to shard, as the index in folder `path` says.
+
+    Raises
+        CheckpointError: there is none, or it is no index of files in `path`.
+    """
+    content = _read_json(path / INDEX)
     # Hosts add to it.
     if not isinstance(content.get("metadata", {}), dict):
         raise CheckpointError(f"{INDEX}: metadata is {content['metadata']!r}, must be an object")

@@ -131,3 +131,22 @@ def test_a_quantised_head_that_the_config_ties_is_refused(tmp_path):
     edit_config(tied.path, tie_word_embeddings=True)
     with pytest.raises(CheckpointError, match=r"lm_head: quantised, but the config says tie"):
         Model.open(str(tied.path))
+
+
+def test_files_that_the_engine_alone_would_read_are_refused(tmp_path):
+    one = write(tmp_path / "a", "qwen3_moe", STORAGES["ct-w4-g32"]).path
+    many = write(tmp_path / "b", "qwen3_moe", STORAGES["ct-w4-g32"], num_shards=2).path
+    shards = sorted(file.name for file in many.glob("*.safetensors"))
+    (many / "other.safetensors").write_bytes(b"")
+    Model.open(str(many))
+    stale = one / "model-00001-of-00002.safetensors"
+    stale.write_bytes((many / shards[0]).read_bytes())
+    with pytest.raises(
+        CheckpointError, match=rf"one reader alone would take \(vLLM {stale.name}\)"
+    ):
+        Model.open(str(one))
+    for file in many.glob("model*"):
+        (one / file.name).write_bytes(file.read_bytes())
+    both = rf"\(firesteel model.safetensors; vLLM {', '.join(shards)}\)"
+    with pytest.raises(CheckpointError, match=both):
+        Model.open(str(one))

@@ -24,6 +24,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.vllm.experts import FiresteelExperts
+from firesteel.integrations.vllm.limits import check_load_format
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model, why_not
 from firesteel.integrations.vllm.support import METHOD
@@ -47,6 +48,7 @@ class FiresteelConfig(QuantizationConfig):
         self._name: str | None = None
         self._revision: str | None = None
         self._model: Model | None = None
+        self._is_checked = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For the engine's workers, each of which opens the checkpoint itself."""
@@ -132,6 +134,7 @@ class FiresteelConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What loads and runs a module; None for the engine's own."""
+        self._check_engine()
         method = self._method(layer, prefix)
         if method is not None and get_current_vllm_config().model_config.runner_type == "draft":
             raise UnsupportedError(
@@ -139,6 +142,16 @@ class FiresteelConfig(QuantizationConfig):
                 "the engine's loaders of draft models do not let firesteel read"
             )
         return method or (UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None)
+
+    def _check_engine(self) -> None:
+        """Refuse options of the engine under which it would not load a model right.
+
+        Once, when the first module is made: no hook before that is given them.
+        """
+        if self._is_checked:
+            return
+        check_load_format(get_current_vllm_config().load_config, self.model.checkpoint.path)
+        self._is_checked = True
 
     def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from firesteel.checkpoint.families import FAMILIES
-from firesteel.checkpoint.files import Checkpoint, resolve
+from firesteel.checkpoint.files import INDEX, Checkpoint, read_index, resolve
 from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer, scan
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError, FiresteelError
@@ -58,11 +58,13 @@ class Model:
         """Read the headers of a checkpoint: a folder, or a hub name and what of it.
 
         Raises
-            CheckpointError, UnsupportedError: it cannot be read exactly, or its head is quantised
-                and the engine would take the embedding in its place.
+            CheckpointError, UnsupportedError: it cannot be read exactly, its head is quantised and
+                the engine would take the embedding in its place, or the engine would read other
+                files of the folder.
         """
         is_folder = Path(name).expanduser().is_dir()
         checkpoint = Checkpoint.open(resolve(name, revision=None if is_folder else revision))
+        _check_files(checkpoint)
         contents = scan(checkpoint)
         heads = [s.layer for s in contents.dense if s.layer.rpartition(".")[2] == "lm_head"]
         if heads and checkpoint.config.get("tie_word_embeddings"):
@@ -179,6 +181,31 @@ class Model:
             "expanded_linears": len([s for s in self.contents.dense if s.layer in self._taken]),
             "kernels": None if self.kernels is None else self.kernels.as_dict(),
         }
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    """Refuse a folder of which the engine would read other files than firesteel.
+
+    The engine reads those that an index names, also beside a single file; without one it reads
+    every file.
+    """
+    path = checkpoint.path
+    own = set(checkpoint.files.values())
+    if (path / INDEX).exists():
+        theirs = set(read_index(path).values())
+    else:
+        theirs = {f.name for f in path.glob("*.safetensors") if not f.name.startswith(".")}
+    if own == theirs:
+        return
+    alone = (
+        f"{reader} {', '.join(sorted(names)[:3])}"
+        for reader, names in (("firesteel", own - theirs), ("vLLM", theirs - own))
+        if names
+    )
+    raise CheckpointError(
+        f"checkpoint: got files in {path} that one reader alone would take ({'; '.join(alone)}), "
+        "must be those of one checkpoint; remove the others"
+    )
 
 
 def _layer_of(name: str) -> str:
