@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from firesteel.checkpoint import Checkpoint, scan
 from firesteel.errors import CheckpointError
@@ -76,6 +77,10 @@ def test_a_head_that_the_engine_makes_plain_is_an_error_where_it_is(tmp_path):
 def test_a_checkpoint_that_lacks_any_tensor_is_refused(tmp_path, family):
     storage = STORAGES["nf3" if family == "gpt_oss" else "ct-w4-g32"]
     written = write(tmp_path / "it", family, storage, linears=family != "gpt_oss")
+    # Older checkpoints hold it, and every host computes it.
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    scale = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
+    write_tensors(written.path, {**written.tensors, **computed, **scale})
     Model.open(str(written.path)).check_complete()
     own = {n: t for n, t in written.tensors.items() if ".experts." not in n}
     # One of each kind, in the last layer that has it.
@@ -150,3 +155,36 @@ def test_files_that_the_engine_alone_would_read_are_refused(tmp_path):
     both = rf"\(firesteel model.safetensors; vLLM {', '.join(shards)}\)"
     with pytest.raises(CheckpointError, match=both):
         Model.open(str(one))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("model.norm.weight", torch.ones(64), r"shape \[64\], the config gives \[128\]"),
+        ("lm_head.weight", torch.ones(95, 128), r"shape \[95, 128\], the config gives \[96, 128\]"),
+        ("model.layers.1.mlp.gate.weight", torch.ones(3, 128), r"shape \[3, 128\], .* \[4, 128\]"),
+        (f"{ATTENTION}.sinks", torch.zeros(4), rf"no place for, first {ATTENTION}.sinks"),
+        (f"{ATTENTION}.q_proj.bias", torch.ones(128), rf"first {ATTENTION}.q_proj.bias"),
+        (f"{ATTENTION}.q_proj.bias", torch.zeros(128), None),
+    ],
+)
+def test_plain_tensors_that_are_not_the_model_s_are_refused(
+    written, tmp_path, name, tensor, reason
+):
+    (tmp_path / "config.json").write_bytes((written.path / "config.json").read_bytes())
+    write_tensors(tmp_path, {**written.tensors, name: tensor})
+    model = Model.open(str(tmp_path))
+    if reason is None:
+        model.check_complete()
+        return
+    with pytest.raises(CheckpointError, match=reason):
+        model.check_complete()
+
+
+def test_more_experts_a_token_than_there_are_is_an_error(written, tmp_path):
+    for file in written.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_config(tmp_path, num_experts_per_tok=9)
+    model = Model.open(str(tmp_path))
+    with pytest.raises(CheckpointError, match="num_experts_per_tok is 9, must be from 1 to the 4"):
+        model.check_complete()

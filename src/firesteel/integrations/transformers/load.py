@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 _MISMATCH = ("ignore_mismatched_sizes", "key_mapping")
 
-__all__ = ["firesteel_config", "load_model", "load_report", "skeleton_of"]
+__all__ = ["firesteel_config", "load_model", "load_report", "skeleton_of", "without_zero_biases"]
 
 
 def firesteel_config(checkpoint: str | Path, *, quantize: str | None = None) -> Any:
@@ -148,14 +149,7 @@ def _checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
 
 def _config(opened: Checkpoint, quantize: str | None) -> Any:
     family_of(opened.config)
-    config = _host_config(opened.path)
-    num_experts = Geometry.of(family_of(opened.config), opened.config).num_experts
-    top_k = getattr(config, "num_experts_per_tok", None)
-    if not isinstance(top_k, int) or not 0 < top_k <= num_experts:
-        raise CheckpointError(
-            f"config.json: num_experts_per_tok is {top_k!r}, must be from 1 to the "
-            f"{num_experts} experts"
-        )
+    config = _host_config(opened)
     if not opened.quantization and quantize is None:
         config._experts_implementation = IMPLEMENTATION
         return config
@@ -167,24 +161,32 @@ def _config(opened: Checkpoint, quantize: str | None) -> Any:
     return config
 
 
-def skeleton_of(path: Path) -> Any:
-    """transformers' model of a folder's config, on the meta device.
+def skeleton_of(opened: Checkpoint) -> Any:
+    """transformers' model of a checkpoint's config, on the meta device.
 
     Raises
         CheckpointError: transformers cannot make a model of the config.
     """
-    config = _host_config(path)
+    config = _host_config(opened)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return _check_skeleton(config)
 
 
-def _host_config(path: Path) -> Any:
+def _host_config(opened: Checkpoint) -> Any:
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(opened.path)
     # A field of a wrong class or value raises whatever the host's code for that field raises.
     except Exception as error:
         raise _config_error(error) from error
+    num_experts = Geometry.of(family_of(opened.config), opened.config).num_experts
+    top_k = getattr(config, "num_experts_per_tok", None)
+    if not isinstance(top_k, int) or not 0 < top_k <= num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok is {top_k!r}, must be from 1 to the "
+            f"{num_experts} experts"
+        )
+    return config
 
 
 def _check_skeleton(config: Any) -> Any:
@@ -231,20 +233,23 @@ def _require_complete(opened: Checkpoint, info: dict[str, Any], allow_unexpected
     mismatched = sorted(str(key) for key in info["mismatched_keys"])
     if mismatched:
         raise CheckpointError(f"checkpoint: {path}: shape differs from the config: {mismatched[0]}")
-    unexpected = sorted(info["unexpected_keys"])
+    unexpected = without_zero_biases(opened, sorted(info["unexpected_keys"]))
+    if unexpected and not allow_unexpected:
+        raise CheckpointError(
+            f"checkpoint: {path} has {len(unexpected)} tensor(s) that the model has no place for, "
+            f"first {unexpected[0]}; allow_unexpected=True ignores them"
+        )
+
+
+def without_zero_biases(opened: Checkpoint, names: Sequence[str]) -> list[str]:
+    """The same without biases of zeros, which AutoGPTQ wrote where the model has none."""
     with opened.reader() as reader:
-        # AutoGPTQ wrote a bias of zeros where the model has none.
-        unexpected = [
+        return [
             name
-            for name in unexpected
+            for name in names
             if not (
                 name.endswith(".bias")
                 and name in opened.files
                 and not bool(reader.tensor(name).any())
             )
         ]
-    if unexpected and not allow_unexpected:
-        raise CheckpointError(
-            f"checkpoint: {path} has {len(unexpected)} tensor(s) that the model has no place for, "
-            f"first {unexpected[0]}; allow_unexpected=True ignores them"
-        )

@@ -13,14 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from firesteel.checkpoint.families import module_path
-from firesteel.checkpoint.layers import Contents, ExpertLayer
+from firesteel.checkpoint.families import ANY_EXPERT_TENSOR, module_path
+from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError
 
-__all__ = ["LoadPlan", "lacking", "patterns_of", "plan_load"]
+__all__ = ["LoadPlan", "check_shapes", "lacking", "patterns_of", "plan_load", "unplaced"]
 
 _EXPERTS_MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.mlp\.experts")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
+# Buffers that older checkpoints hold and every host computes.
+_COMPUTED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,62 @@ def lacking(model: nn.Module, plan: LoadPlan) -> list[str]:
     return sorted(
         name for name in model.state_dict() if name not in held and not _EXPERTS_MODULE.match(name)
     )
+
+
+def check_shapes(model: nn.Module, plan: LoadPlan) -> None:
+    """Refuse a tensor that is stored plain in another shape than the model's.
+
+    `scan` and `plan_load` see to experts and to what is quantised.
+
+    Args:
+        model: the skeleton that the plan was made for.
+
+    Raises
+        CheckpointError: it names the first.
+    """
+    finder = _Finder(model)
+    state = model.state_dict()
+    headers = plan.contents.checkpoint.headers
+    for name in _plain(plan):
+        own = next((n for n in finder.candidates(module_path(name)) if n in state), None)
+        if own is not None and headers[name].shape != tuple(state[own].shape):
+            raise CheckpointError(
+                f"tensor {name}: shape {list(headers[name].shape)}, "
+                f"the config gives {list(state[own].shape)}"
+            )
+
+
+def unplaced(model: nn.Module, plan: LoadPlan) -> list[str]:
+    """Tensors outside of experts that the model has no place for and no host passes over, sorted.
+
+    Args:
+        model: the skeleton that the plan was made for.
+    """
+    finder = _Finder(model)
+    state = model.state_dict()
+    found: list[str] = []
+    for name in _plain(plan):
+        layer = _LAYER.match(name)
+        if (
+            any(own in state for own in finder.candidates(module_path(name)))
+            or (layer is not None and int(layer[1]) >= plan.contents.geometry.num_layers)
+            or finder.is_ignored(name)
+            or name.rpartition(".")[2] in CACHE_SCALES
+            or _COMPUTED.fullmatch(name)
+        ):
+            continue
+        found.append(name)
+    return sorted(found)
+
+
+def _plain(plan: LoadPlan) -> list[str]:
+    """Tensors that are no expert's and of no quantised matrix."""
+    claimed = set(plan.claimed)
+    return [
+        name
+        for name in plan.contents.checkpoint.headers
+        if name not in claimed and ANY_EXPERT_TENSOR.fullmatch(name) is None
+    ]
 
 
 def patterns_of(names: Sequence[str]) -> list[str]:

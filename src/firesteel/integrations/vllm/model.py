@@ -14,8 +14,14 @@ from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer, sca
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.formats.registry import formats_for
-from firesteel.integrations.transformers.load import skeleton_of
-from firesteel.integrations.transformers.plan import lacking, patterns_of, plan_load
+from firesteel.integrations.transformers.load import skeleton_of, without_zero_biases
+from firesteel.integrations.transformers.plan import (
+    check_shapes,
+    lacking,
+    patterns_of,
+    plan_load,
+    unplaced,
+)
 from firesteel.modules.kernels import KernelReport
 from firesteel.modules.packed import PackedExperts
 
@@ -110,16 +116,25 @@ class Model:
         self._asked.add(_layer_of(prefix))
 
     def check_complete(self) -> None:
-        """Refuse a checkpoint that lacks a tensor of the model, as `load_model` does.
+        """Refuse a checkpoint that is not exactly the model's tensors, as `load_model` does.
 
-        The engine itself fills what a quantised checkpoint lacks with what memory held. Builds
-        transformers' model of the config, without memory.
+        The engine itself fills what a quantised checkpoint lacks with what memory held, and passes
+        over some of what does not fit. Builds transformers' model of the config, without memory.
 
         Raises
-            CheckpointError: transformers cannot make the model, or a tensor is missing.
+            CheckpointError: transformers cannot make the model, or a tensor is missing, of another
+                shape, or of no place in the model and no bias of zeros.
         """
-        model = skeleton_of(self.checkpoint.path)
-        missing = lacking(model, plan_load(model, self.contents))
+        model = skeleton_of(self.checkpoint)
+        plan = plan_load(model, self.contents)
+        check_shapes(model, plan)
+        unexpected = without_zero_biases(self.checkpoint, unplaced(model, plan))
+        if unexpected:
+            raise CheckpointError(
+                f"checkpoint: {self.checkpoint.path} has {len(unexpected)} tensor(s) that the "
+                f"model has no place for, first {unexpected[0]}"
+            )
+        missing = lacking(model, plan)
         if missing:
             raise CheckpointError(
                 f"checkpoint: {self.checkpoint.path} lacks {len(missing)} tensor(s) of the model, "
