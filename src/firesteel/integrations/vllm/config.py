@@ -41,10 +41,14 @@ class FiresteelConfig(QuantizationConfig):
 
     Tensors that firesteel reads are taken out of the engine's stream of weights by name, and read
     when a module's weights are done; all else the engine loads itself.
+
+    Raises
+        InvalidArgumentError: of `FIRESTEEL_*` variables.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._settings = Settings.from_env()
         self._name: str | None = None
         self._revision: str | None = None
         self._model: Model | None = None
@@ -91,8 +95,12 @@ class FiresteelConfig(QuantizationConfig):
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Claim what the user says firesteel shall load; with FIRESTEEL_VLLM=auto, what it can."""
+        if user_quant == METHOD:
+            # A wrong value ends here, not when all weights are read.
+            Settings.from_env()
+            return METHOD
         if user_quant is not None:
-            return METHOD if user_quant == METHOD else None
+            return None
         try:
             claims = Settings.from_env().vllm == "auto"
         except InvalidArgumentError as error:
@@ -156,7 +164,9 @@ class FiresteelConfig(QuantizationConfig):
     def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             found = self.model.experts(prefix)
-            return None if found is None else FiresteelExperts(layer.moe_config, self.model, found)
+            if found is None:
+                return None
+            return FiresteelExperts(layer.moe_config, self.model, found, self._settings)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
         sources = self.model.linears(prefix, self.packed_modules_mapping)

@@ -42,15 +42,20 @@ class FiresteelExperts(FusedMoEMethodBase):
         moe: the engine's sizes and ranks.
         model: the checkpoint.
         layer: the whole layer in it.
+        settings: of kernels; the engine's limit of tokens takes the place of theirs.
     """
 
-    def __init__(self, moe: FusedMoEConfig, model: Model, layer: ExpertLayer) -> None:
+    def __init__(
+        self, moe: FusedMoEConfig, model: Model, layer: ExpertLayer, settings: Settings
+    ) -> None:
         super().__init__(moe)
         self.model = model
         self._whole = layer
         self._own: ExpertLayer | None = None
         config = get_current_vllm_config()
-        self._max_tokens: int = config.scheduler_config.max_num_batched_tokens
+        self._settings = replace(
+            settings, max_tokens=config.scheduler_config.max_num_batched_tokens
+        )
         self._is_eager: bool = config.model_config.enforce_eager
         # Where an operator finds a layer while the engine runs.
         self._layers: dict[str, Any] = config.compilation_config.static_forward_context
@@ -125,7 +130,7 @@ class FiresteelExperts(FusedMoEMethodBase):
             self.model.filled.values(),
             top_k=self.moe.experts_per_token,
             dtype=self.moe.in_dtype,
-            settings=replace(Settings.from_env(), max_tokens=self._max_tokens),
+            settings=self._settings,
         )
         self.model.kernels = kernels
         if kernels.refused and device.type == "cuda" and not self._is_eager:
