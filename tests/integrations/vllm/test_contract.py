@@ -95,7 +95,8 @@ def test_layers_and_configs_have_what_is_read_of_them():
     known = {field.name for field in fields(FusedMoEConfig)}
     assert known >= {"experts_per_token", "in_dtype", "moe_parallel_config"}
     known = {field.name for field in fields(FusedMoEParallelConfig)}
-    assert known >= {"tp_rank", "tp_size", "all2all_backend"}
+    assert known >= {"tp_rank", "tp_size", "all2all_backend", "enable_eplb"}
+    assert known >= {"dp_size", "pcp_size", "ep_size"}
     assert isinstance(FusedMoEParallelConfig.use_all2all_kernels, property)
     names = {member.name for member in MoEActivation}
     assert names >= {"SILU", "SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE", "RELU2_NO_MUL", "SITU"}

@@ -3,9 +3,38 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from firesteel.checkpoint.families import Geometry
 from firesteel.errors import UnsupportedError
-from firesteel.integrations.vllm.limits import check_load_format
+from firesteel.integrations.vllm.limits import (
+    activation_of,
+    check_layer,
+    check_load_format,
+    held_experts,
+)
+
+GEOMETRY = Geometry(num_layers=2, num_experts=4, hidden_size=128, intermediate_size=64)
+ACTIVATIONS = {
+    "SILU": "silu",
+    "SWIGLUOAI": "swigluoai",
+    "SWIGLUOAI_UNINTERLEAVE": "swigluoai",
+    "RELU2_NO_MUL": "relu2",
+    "SITU": "situ",
+}
+
+
+def _layer(activation="SILU", **given):
+    named = SimpleNamespace(name=activation, value=activation.lower())
+    swiglu = {"swiglu_limit": 7.0, "swiglu_alpha": 1.5, "swiglu_beta": None}
+    given = {"apply_router_weight_on_input": False, **swiglu, **given}
+    return SimpleNamespace(activation=named, **given)
+
+
+def _ranks(**given):
+    one = {"dp_size": 1, "pcp_size": 1, "ep_size": 1, "enable_eplb": False}
+    none = {"use_all2all_kernels": False, "all2all_backend": "naive"}
+    return SimpleNamespace(**{**one, **none, **given})
 
 
 def test_load_formats_of_other_files_are_refused(tmp_path):
@@ -17,3 +46,38 @@ def test_load_formats_of_other_files_are_refused(tmp_path):
     check_load_format(SimpleNamespace(load_format="safetensors"), tmp_path)
     with pytest.raises(UnsupportedError, match=r"got 'auto', .* consolidated.safetensors in"):
         check_load_format(SimpleNamespace(load_format="auto"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layer", "ranks", "hidden_size", "reason"),
+    [
+        ({}, {}, 64, "hidden_size: got 64, the checkpoint's is 128"),
+        ({"apply_router_weight_on_input": True}, {}, 128, "apply_router_weight_on_input: got True"),
+        ({}, {"dp_size": 2}, 128, "data_parallel_size: got 2, must be 1"),
+        ({}, {"pcp_size": 2}, 128, "prefill_context_parallel_size: got 2, must be 1"),
+        ({}, {"use_all2all_kernels": True}, 128, "all2all_backend: naive sends tokens"),
+        ({}, {"enable_eplb": True}, 128, "enable_eplb: got True, must be False"),
+        ({}, {"ep_size": 5}, 128, "got 5 ranks, must be at most one for each of 4 experts"),
+    ],
+)
+def test_layers_that_would_not_run_right_are_refused(layer, ranks, hidden_size, reason):
+    check_layer(_layer(), _ranks(ep_size=4), GEOMETRY, hidden_size=128)
+    with pytest.raises(UnsupportedError, match=reason):
+        check_layer(_layer(**layer), _ranks(**ranks), GEOMETRY, hidden_size=hidden_size)
+
+
+def test_a_rank_holds_the_experts_that_the_engine_s_map_gives_it():
+    assert held_experts(None, GEOMETRY, 4) == [0, 1, 2, 3]
+    expert_map = torch.tensor([1, -1, 0, -1])
+    assert held_experts(expert_map, GEOMETRY, 2) == [2, 0]
+    for given, count, own in ((None, 6, 4), (expert_map, 3, 2)):
+        with pytest.raises(UnsupportedError, match=f"got {count}, the checkpoint has {own} for"):
+            held_experts(given, GEOMETRY, count)
+
+
+def test_activations_are_ours_or_refused():
+    assert {name: activation_of(_layer(name)).name for name in ACTIVATIONS} == ACTIVATIONS
+    assert activation_of(_layer("SWIGLUOAI")).alpha == 1.5
+    assert activation_of(_layer("SILU")).limit == 7.0
+    with pytest.raises(UnsupportedError, match="activation: got 'gelu', supported are silu, swig"):
+        activation_of(_layer("GELU"))

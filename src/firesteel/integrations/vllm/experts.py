@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
@@ -21,12 +20,12 @@ from firesteel.checkpoint.families import Geometry
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.shards import shard_layer
 from firesteel.errors import UnsupportedError
+from firesteel.integrations.vllm.limits import activation_of, check_layer, held_experts
 from firesteel.integrations.vllm.model import Model
 from firesteel.integrations.vllm.warmup import PlannedKernels
 from firesteel.modules.fill import fill_experts, settle
 from firesteel.modules.kernels import attach_kernels
 from firesteel.modules.packed import PackedExperts
-from firesteel.moe.activation import Activation
 from firesteel.settings import Settings
 
 __all__ = ["FiresteelExperts", "report"]
@@ -75,24 +74,9 @@ class FiresteelExperts(FusedMoEMethodBase):
         """
         del intermediate_size_per_partition, extra_weight_attrs
         geometry = self.model.contents.geometry
-        if hidden_size != geometry.hidden_size:
-            raise UnsupportedError(
-                f"hidden_size: got {hidden_size}, the checkpoint's is {geometry.hidden_size}"
-            )
-        if layer.apply_router_weight_on_input:
-            raise UnsupportedError("apply_router_weight_on_input: got True, must be False")
         ranks = self.moe.moe_parallel_config
-        if ranks.use_all2all_kernels:
-            raise UnsupportedError(
-                f"all2all_backend: {ranks.all2all_backend} sends tokens to experts, which must see "
-                "all tokens; run without data parallel ranks"
-            )
-        held = _held(layer.expert_map, geometry.num_experts)
-        if len(held) != num_experts:
-            raise UnsupportedError(
-                f"num_experts: got {num_experts}, the checkpoint has {len(held)} for this rank; "
-                "copies of experts are not supported"
-            )
+        check_layer(layer, ranks, geometry, hidden_size=hidden_size)
+        held = held_experts(layer.expert_map, geometry, num_experts)
         self._own = shard_layer(self._whole, held=held, rank=ranks.tp_rank, count=ranks.tp_size)
         layer.packed = PackedExperts(
             None,
@@ -103,7 +87,7 @@ class FiresteelExperts(FusedMoEMethodBase):
                 intermediate_size=self._own.scheme(2).k,
             ),
             (self._own.schemes(0, 1), self._own.schemes(2)),
-            _activation(layer),
+            activation_of(layer),
             bias_dtype=params_dtype if self._own.biases else None,
             expert_map=layer.expert_map,
         )
@@ -202,34 +186,3 @@ def report(model: nn.Module) -> dict[str, Any] | None:
         if isinstance(method, FiresteelExperts):
             return method.model.as_dict()
     return None
-
-
-def _held(expert_map: Tensor | None, num_experts: int) -> list[int]:
-    """The experts of a rank in the order of their places."""
-    if expert_map is None:
-        return list(range(num_experts))
-    places = {place: e for e, place in enumerate(expert_map.tolist()) if place >= 0}
-    return [places[place] for place in sorted(places)]
-
-
-def _activation(layer: Any) -> Activation:
-    """The engine's activation in our words.
-
-    Raises
-        UnsupportedError: one that firesteel does not have.
-    """
-    limit = layer.swiglu_limit
-    if layer.activation == MoEActivation.SILU:
-        return Activation(name="silu", limit=limit)
-    if layer.activation in (MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE):
-        given = {"alpha": layer.swiglu_alpha, "beta": layer.swiglu_beta}
-        return Activation(
-            name="swigluoai", limit=limit, **{n: v for n, v in given.items() if v is not None}
-        )
-    if layer.activation == MoEActivation.RELU2_NO_MUL:
-        return Activation(name="relu2")
-    if layer.activation == MoEActivation.SITU:
-        return Activation(name="situ")
-    raise UnsupportedError(
-        f"activation: got {layer.activation.value!r}, supported are silu, swigluoai, relu2 and situ"
-    )

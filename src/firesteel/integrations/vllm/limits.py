@@ -8,9 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from firesteel.errors import UnsupportedError
+from torch import Tensor
 
-__all__ = ["check_load_format"]
+from firesteel.checkpoint.families import Geometry
+from firesteel.errors import UnsupportedError
+from firesteel.moe.activation import Activation
+
+__all__ = ["activation_of", "check_layer", "check_load_format", "held_experts"]
 
 # The engine reads the checkpoint's own safetensors with these, or nothing.
 _LOAD_FORMATS = (
@@ -46,3 +50,94 @@ def check_load_format(load_config: Any, path: Path) -> None:
             f"load_format: got 'auto', with which the engine reads {others[0]} in {path}, must be "
             "'safetensors'"
         )
+
+
+def check_layer(layer: Any, ranks: Any, geometry: Geometry, *, hidden_size: int) -> None:
+    """Refuse a layer of experts that firesteel would not run right.
+
+    Every rank refuses what one of them cannot do, so that none reads weights meanwhile.
+
+    Args:
+        layer: the engine's module.
+        ranks: the engine's sizes of what experts are spread over.
+        geometry: of the checkpoint.
+        hidden_size: of the engine's model.
+
+    Raises
+        UnsupportedError: the first reason.
+    """
+    if hidden_size != geometry.hidden_size:
+        raise UnsupportedError(
+            f"hidden_size: got {hidden_size}, the checkpoint's is {geometry.hidden_size}"
+        )
+    if layer.apply_router_weight_on_input:
+        raise UnsupportedError("apply_router_weight_on_input: got True, must be False")
+    # Ranks of these give each other their tokens, more than the engine lets a rank have.
+    for name, size in (
+        ("data_parallel_size", ranks.dp_size),
+        ("prefill_context_parallel_size", ranks.pcp_size),
+    ):
+        if size != 1:
+            raise UnsupportedError(
+                f"{name}: got {size}, must be 1: experts of firesteel see a rank's own tokens"
+            )
+    if ranks.use_all2all_kernels:
+        raise UnsupportedError(
+            f"all2all_backend: {ranks.all2all_backend} sends tokens to experts, which must see "
+            "all tokens; run without sequence parallel experts"
+        )
+    if ranks.enable_eplb:
+        raise UnsupportedError("enable_eplb: got True, must be False: experts stay where they are")
+    if ranks.ep_size > geometry.num_experts:
+        raise UnsupportedError(
+            f"enable_expert_parallel: got {ranks.ep_size} ranks, must be at most one for each of "
+            f"{geometry.num_experts} experts"
+        )
+
+
+def held_experts(expert_map: Tensor | None, geometry: Geometry, num_experts: int) -> list[int]:
+    """The experts of a rank in the order of their places.
+
+    Args:
+        expert_map: the engine's: the place of each expert, -1 of those of other ranks.
+        geometry: of the checkpoint.
+        num_experts: that the engine has for this rank.
+
+    Raises
+        UnsupportedError: others than those of the checkpoint.
+    """
+    if expert_map is None:
+        held = list(range(geometry.num_experts))
+    else:
+        places = {place: e for e, place in enumerate(expert_map.tolist()) if place >= 0}
+        held = [places[place] for place in sorted(places)]
+    if len(held) != num_experts:
+        raise UnsupportedError(
+            f"num_experts: got {num_experts}, the checkpoint has {len(held)} for this rank; "
+            "copies of experts are not supported"
+        )
+    return held
+
+
+def activation_of(layer: Any) -> Activation:
+    """The engine's activation in our words.
+
+    Raises
+        UnsupportedError: one that firesteel does not have.
+    """
+    limit = layer.swiglu_limit
+    name = layer.activation.name
+    if name == "SILU":
+        return Activation(name="silu", limit=limit)
+    if name in ("SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE"):
+        given = {"alpha": layer.swiglu_alpha, "beta": layer.swiglu_beta}
+        return Activation(
+            name="swigluoai", limit=limit, **{n: v for n, v in given.items() if v is not None}
+        )
+    if name == "RELU2_NO_MUL":
+        return Activation(name="relu2")
+    if name == "SITU":
+        return Activation(name="situ")
+    raise UnsupportedError(
+        f"activation: got {layer.activation.value!r}, supported are silu, swigluoai, relu2 and situ"
+    )
