@@ -105,13 +105,14 @@ def _cut(prefix: str, schemes: Sequence[Scheme], rank: int, count: int) -> range
     size, unit, name = down.k, cut_unit(schemes), "columns"
     if down.has_group_index:
         size, unit, name = down.num_groups, 1, "groups"
-    cut = split(size, count, unit)[rank]
-    if not cut:
+    cuts = split(size, count, unit)
+    # Every rank refuses, lest the others go on and wait for one that does not come.
+    if not all(cuts):
         raise UnsupportedError(
             f"{prefix}: got {count} ranks, {size} {name} of {unit} each make at most "
             f"{-(-size // unit)} parts"
         )
-    return cut
+    return cuts[rank]
 
 
 class _Own:
