@@ -20,6 +20,7 @@ from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.launch import Arena, Ready, plan, prewarm
 from firesteel.modules.packed import PackedExperts, PackedLinear
 from firesteel.moe.layer import MoeLayer, operand_tensors
+from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import check_scale_range, moe_spec_of
 from firesteel.moe.trellis.layer import TrellisLinear, linear_tensors, trellis_tensors
 from firesteel.moe.trellis.linear import PlannedSpec, TrellisLinearSpec
@@ -32,7 +33,7 @@ from firesteel.moe.trellis.supports import (
 from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
-__all__ = ["Arenas", "KernelReport", "LayerKernels", "attach_kernels"]
+__all__ = ["Arenas", "KernelReport", "LayerKernels", "attach_kernels", "why_no_kernels"]
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +196,8 @@ def attach_kernels(
             continue
         try:
             spec = _linear_spec_of(module) if is_linear else _spec_of(module, top_k, dtype)
+            if not is_linear:
+                _check_scales(module, spec)
             wanted.append((module, (spec, _device_of(module))))
         except UnsupportedError as error:
             refused = report.refused_linears if is_linear else report.refused
@@ -226,6 +229,18 @@ def attach_kernels(
             report.num_layers += 1
     report.ready = list(ready.values())
     return report
+
+
+def why_no_kernels(module: PackedExperts, *, top_k: int, dtype: torch.dtype) -> str | None:
+    """Why a layer would keep the PyTorch path, as far as that is known before it is filled.
+
+    None where nothing speaks against kernels; `attach_kernels` looks at its scales too.
+    """
+    try:
+        _spec_of(module, top_k, dtype)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def _sharing_plans(
@@ -282,7 +297,7 @@ def _spec_of(module: PackedExperts, top_k: int, dtype: torch.dtype) -> LayerSpec
     """What a layer's kernels must be planned for.
 
     Raises
-        UnsupportedError: no kernels for its device, format, scales or activation.
+        UnsupportedError: no kernels for its device, format or activation.
     """
     device = _device_of(module)
     if device.type != "cuda":
@@ -307,5 +322,17 @@ def _spec_of(module: PackedExperts, top_k: int, dtype: torch.dtype) -> LayerSpec
     assert isinstance(w13, PackedWeights)
     assert isinstance(w2, PackedWeights)
     spec = moe_spec_of(w13.scheme, w2.scheme, **given)
-    check_scale_range(spec, w13=w13.scales, w2=w2.scales)
     return replace(spec.for_target(target), table=table_of_device(device))
+
+
+def _check_scales(module: PackedExperts, spec: PlannedSpec) -> None:
+    """Refuse scales that kernels do not hold.
+
+    Raises
+        UnsupportedError: a scale is too large.
+    """
+    if isinstance(spec, MoeSpec):
+        w13, w2 = module.gate_up, module.down
+        assert isinstance(w13, PackedWeights)
+        assert isinstance(w2, PackedWeights)
+        check_scale_range(spec, w13=w13.scales, w2=w2.scales)

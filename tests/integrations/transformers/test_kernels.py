@@ -14,7 +14,9 @@ from torch import Tensor
 from firesteel.checkpoint.families import Geometry
 from firesteel.errors import InvalidArgumentError
 from firesteel.integrations.transformers import PackedExperts, load_model, load_report
-from firesteel.modules.kernels import Arenas
+from firesteel.modules import kernels
+from firesteel.modules.kernels import Arenas, why_no_kernels
+from firesteel.moe.tuning_file import default_table
 
 LITTLE = Path(__file__).parents[3] / "examples" / "little_moe" / "int4-g128"
 
@@ -52,6 +54,19 @@ def test_a_layer_on_a_cpu_says_why_it_has_no_kernels(model: Any) -> None:
     assert sum(report.kernels.refused.values()) == sum(report.experts.values())
     assert report.as_dict()["kernels"]["plans"] == []
     assert "triton" not in report.backend
+
+
+def test_why_a_layer_has_no_kernels_is_known_before_it_is_filled(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = _packed(model)
+    given: dict[str, Any] = {"top_k": 2, "dtype": torch.bfloat16}
+    assert why_no_kernels(new, **given) == "device: cpu, kernels need a CUDA device"
+    monkeypatch.setattr(kernels, "_device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(kernels, "device_target", lambda _: "sm_90")
+    monkeypatch.setattr(kernels, "table_of_device", lambda _: default_table())
+    assert why_no_kernels(new, **given) is None
+    assert "float64" in str(why_no_kernels(new, top_k=2, dtype=torch.float64))
 
 
 def test_kernels_are_given_what_their_spec_says(model: Any) -> None:

@@ -9,6 +9,7 @@ from firesteel.checkpoint.families import Geometry
 from firesteel.errors import UnsupportedError
 from firesteel.integrations.vllm.limits import (
     activation_of,
+    check_graphs,
     check_layer,
     check_load_format,
     held_experts,
@@ -81,3 +82,12 @@ def test_activations_are_ours_or_refused():
     assert activation_of(_layer("SILU")).limit == 7.0
     with pytest.raises(UnsupportedError, match="activation: got 'gelu', supported are silu, swig"):
         activation_of(_layer("GELU"))
+
+
+def test_layers_without_kernels_are_refused_where_graphs_are_captured():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    check_graphs([], cuda, is_eager=False)
+    check_graphs(["a reason"], cuda, is_eager=True)
+    check_graphs(["a reason"], cpu, is_eager=False)
+    with pytest.raises(UnsupportedError, match="enforce_eager: got False, must be True since a re"):
+        check_graphs(["a reason"], cuda, is_eager=False)

@@ -19,12 +19,16 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from firesteel.checkpoint.families import Geometry
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.shards import shard_layer
-from firesteel.errors import UnsupportedError
-from firesteel.integrations.vllm.limits import activation_of, check_layer, held_experts
+from firesteel.integrations.vllm.limits import (
+    activation_of,
+    check_graphs,
+    check_layer,
+    held_experts,
+)
 from firesteel.integrations.vllm.model import Model
 from firesteel.integrations.vllm.warmup import PlannedKernels
 from firesteel.modules.fill import fill_experts, settle
-from firesteel.modules.kernels import attach_kernels
+from firesteel.modules.kernels import attach_kernels, why_no_kernels
 from firesteel.modules.packed import PackedExperts
 from firesteel.settings import Settings
 
@@ -91,6 +95,11 @@ class FiresteelExperts(FusedMoEMethodBase):
             bias_dtype=params_dtype if self._own.biases else None,
             expert_map=layer.expert_map,
         )
+        why = why_no_kernels(
+            layer.packed, top_k=self.moe.experts_per_token, dtype=self.moe.in_dtype
+        )
+        device = next(layer.packed.buffers()).device
+        check_graphs([why] if why else [], device, is_eager=self._is_eager)
         self.model.unfilled[layer.layer_name] = layer.packed
         _register()
         self._layers[_place(layer)] = layer.packed
@@ -117,11 +126,8 @@ class FiresteelExperts(FusedMoEMethodBase):
             settings=self._settings,
         )
         self.model.kernels = kernels
-        if kernels.refused and device.type == "cuda" and not self._is_eager:
-            raise UnsupportedError(
-                f"enforce_eager: got False, must be True since {'; '.join(kernels.refused)}: the "
-                "PyTorch path waits for the device, which a CUDA graph cannot hold"
-            )
+        # What only their scales say.
+        check_graphs(kernels.refused, device, is_eager=self._is_eager)
         for ready in kernels.ready:
             PlannedKernels(ready).register_warmup()
         log.info("%s", self.model.summary())

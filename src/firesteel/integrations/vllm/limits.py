@@ -5,16 +5,18 @@ Nothing here imports vLLM: its configs and layers come as they are, and are aske
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from firesteel.checkpoint.families import Geometry
 from firesteel.errors import UnsupportedError
 from firesteel.moe.activation import Activation
 
-__all__ = ["activation_of", "check_layer", "check_load_format", "held_experts"]
+__all__ = ["activation_of", "check_graphs", "check_layer", "check_load_format", "held_experts"]
 
 # The engine reads the checkpoint's own safetensors with these, or nothing.
 _LOAD_FORMATS = (
@@ -141,3 +143,19 @@ def activation_of(layer: Any) -> Activation:
     raise UnsupportedError(
         f"activation: got {layer.activation.value!r}, supported are silu, swigluoai, relu2 and situ"
     )
+
+
+def check_graphs(refused: Collection[str], device: torch.device, *, is_eager: bool) -> None:
+    """Refuse layers without kernels where the engine would capture them in CUDA graphs.
+
+    Args:
+        refused: why layers keep the PyTorch path.
+
+    Raises
+        UnsupportedError: there are some.
+    """
+    if refused and device.type == "cuda" and not is_eager:
+        raise UnsupportedError(
+            f"enforce_eager: got False, must be True since {'; '.join(refused)}: the "
+            "PyTorch path waits for the device, which a CUDA graph cannot hold"
+        )
