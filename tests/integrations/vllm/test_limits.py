@@ -9,6 +9,7 @@ from firesteel.checkpoint.families import Geometry
 from firesteel.errors import UnsupportedError
 from firesteel.integrations.vllm.limits import (
     activation_of,
+    check_draft,
     check_graphs,
     check_layer,
     check_load_format,
@@ -91,3 +92,35 @@ def test_layers_without_kernels_are_refused_where_graphs_are_captured():
     check_graphs(["a reason"], cpu, is_eager=False)
     with pytest.raises(UnsupportedError, match="enforce_eager: got False, must be True since a re"):
         check_graphs(["a reason"], cuda, is_eager=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "quantization", "is_refused"),
+    [
+        ("draft_model", "other", "firesteel", True),
+        ("draft_model", "it", "firesteel", True),
+        ("eagle3", "other", "firesteel", True),
+        ("draft_model", "other", None, False),
+        ("draft_model", "other", "awq", False),
+        # The target's own config stands for what is no model of its own.
+        ("ngram", "it", "firesteel", False),
+        ("mtp", "it", "firesteel", False),
+    ],
+)
+def test_quantised_draft_models_are_refused(method, name, quantization, is_refused):
+    draft = SimpleNamespace(model=name, quantization=quantization)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="it"),
+        speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
+    )
+    if not is_refused:
+        check_draft(config)
+        return
+    with pytest.raises(UnsupportedError, match=f"got the quantised draft model {name}, must be"):
+        check_draft(config)
+
+
+def test_no_draft_model_is_no_matter():
+    check_draft(SimpleNamespace(speculative_config=None))
+    without = SimpleNamespace(method="suffix", draft_model_config=None)
+    check_draft(SimpleNamespace(speculative_config=without))

@@ -24,13 +24,16 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.vllm.experts import FiresteelExperts
-from firesteel.integrations.vllm.limits import check_load_format
+from firesteel.integrations.vllm.limits import check_draft, check_load_format
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model, why_not
 from firesteel.integrations.vllm.support import METHOD
 from firesteel.settings import Settings
 
 __all__ = ["METHOD", "FiresteelConfig"]
+
+# Before the names of modules of a draft model.
+_DRAFT = "draft_model."
 
 # vLLM shows what is logged under its own name alone.
 log = init_logger("vllm.firesteel.config")
@@ -143,8 +146,9 @@ class FiresteelConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What loads and runs a module; None for the engine's own."""
         self._check_engine()
-        method = self._method(layer, prefix)
-        if method is not None and get_current_vllm_config().model_config.runner_type == "draft":
+        is_draft = get_current_vllm_config().model_config.runner_type == "draft"
+        method = self._method(layer, prefix.removeprefix(_DRAFT) if is_draft else prefix)
+        if method is not None and is_draft:
             raise UnsupportedError(
                 f"speculative_config: {prefix} of the draft model is quantised, must be plain: "
                 "the engine's loaders of draft models do not let firesteel read"
@@ -158,7 +162,9 @@ class FiresteelConfig(QuantizationConfig):
         """
         if self._is_checked:
             return
-        check_load_format(get_current_vllm_config().load_config, self.model.checkpoint.path)
+        config = get_current_vllm_config()
+        check_load_format(config.load_config, self.model.checkpoint.path)
+        check_draft(config)
         self._is_checked = True
 
     def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:

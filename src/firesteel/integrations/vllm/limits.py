@@ -14,9 +14,17 @@ from torch import Tensor
 
 from firesteel.checkpoint.families import Geometry
 from firesteel.errors import UnsupportedError
+from firesteel.integrations.vllm.support import METHOD
 from firesteel.moe.activation import Activation
 
-__all__ = ["activation_of", "check_graphs", "check_layer", "check_load_format", "held_experts"]
+__all__ = [
+    "activation_of",
+    "check_draft",
+    "check_graphs",
+    "check_layer",
+    "check_load_format",
+    "held_experts",
+]
 
 # The engine reads the checkpoint's own safetensors with these, or nothing.
 _LOAD_FORMATS = (
@@ -51,6 +59,31 @@ def check_load_format(load_config: Any, path: Path) -> None:
         raise UnsupportedError(
             f"load_format: got 'auto', with which the engine reads {others[0]} in {path}, must be "
             "'safetensors'"
+        )
+
+
+def check_draft(config: Any) -> None:
+    """Refuse a draft model that firesteel would load, before it or its target is read.
+
+    One that is no model of its own (a block of the target that predicts tokens) may be plain.
+
+    Args:
+        config: the engine's, of the target or of the draft.
+
+    Raises
+        UnsupportedError: it is quantised.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return
+    draft = speculative.draft_model_config
+    if draft is None or draft.quantization != METHOD:
+        return
+    if speculative.method == "draft_model" or draft.model != config.model_config.model:
+        raise UnsupportedError(
+            f"speculative_config: got the quantised draft model {draft.model}, must be plain, or "
+            "be given a quantization of vLLM's own: its loaders of draft models do not let "
+            "firesteel read"
         )
 
 
