@@ -282,3 +282,23 @@ def test_a_name_that_the_hub_does_not_give_is_an_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="no folder here, and the hub did not give it"):
         resolve("firesteel-tests/no-such-repository")
+
+
+@pytest.mark.parametrize(
+    ("key", "method", "expected"),
+    [
+        ("quantization_config", "GPTQ", "gptq"),
+        ("quantization_config", "compressed_tensors", "compressed-tensors"),
+        ("compression_config", "compressed-tensors", "compressed-tensors"),
+        ("quantization_config", 4, 4),
+    ],
+)
+def test_a_method_may_be_spelt_as_hosts_take_it(tmp_path, key, method, expected):
+    folder(tmp_path, config={"model_type": "mixtral", key: {"quant_method": method, "bits": 4}})
+    assert Checkpoint.open(tmp_path).quantization == {"quant_method": expected, "bits": 4}
+
+
+def test_a_compression_config_is_an_object_too(tmp_path):
+    folder(tmp_path, config={"model_type": "mixtral", "compression_config": []})
+    with pytest.raises(CheckpointError, match="compression_config is list, must be an object"):
+        Checkpoint.open(tmp_path)

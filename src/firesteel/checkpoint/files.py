@@ -299,21 +299,34 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's quantization_config, wherever its tool wrote it."""
-    found = config.get("quantization_config")
-    if found is None:
-        text_config = config.get("text_config")
-        if isinstance(text_config, dict):
-            found = cast(dict[str, Any], text_config).get("quantization_config")
-    if found is None:
-        # AutoGPTQ before transformers knew GPTQ.
-        if (path / "quantize_config.json").exists():
-            return {"quant_method": "gptq", **_read_json(path / "quantize_config.json")}
-        if (path / "hf_quant_config.json").exists():
-            return {"quant_method": "modelopt", **_read_json(path / "hf_quant_config.json")}
-        return {}
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"config.json: quantization_config is {type(found).__name__}, must be an object"
-        )
-    return cast(dict[str, Any], found)
+    """The checkpoint's quantization_config, wherever its tool wrote it; its method in our spelling.
+
+    Hosts take capitals and "compressed_tensors" for the same, and older compressed-tensors wrote
+    compression_config.
+    """
+    found = _stored_quantization(path, config)
+    method = found.get("quant_method")
+    if not isinstance(method, str):
+        return found
+    method = method.lower().replace("compressed_tensors", "compressed-tensors")
+    return {**found, "quant_method": method}
+
+
+def _stored_quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            found = cast(Mapping[str, Any], part).get(key)
+            if found is None:
+                continue
+            if not isinstance(found, dict):
+                raise CheckpointError(
+                    f"config.json: {key} is {type(found).__name__}, must be an object"
+                )
+            return cast(dict[str, Any], found)
+    # AutoGPTQ before transformers knew GPTQ.
+    if (path / "quantize_config.json").exists():
+        return {"quant_method": "gptq", **_read_json(path / "quantize_config.json")}
+    if (path / "hf_quant_config.json").exists():
+        return {"quant_method": "modelopt", **_read_json(path / "hf_quant_config.json")}
+    return {}

@@ -153,6 +153,9 @@ def _config(opened: Checkpoint, quantize: str | None) -> Any:
     if not opened.quantization and quantize is None:
         config._experts_implementation = IMPLEMENTATION
         return config
+    if hasattr(config, "compression_config"):
+        # Older compressed-tensors' name of the same; a copy that is saved has it once.
+        del config.compression_config
     config.quantization_config = {
         "quant_method": METHOD,
         "checkpoint": dict(opened.quantization),
