@@ -190,7 +190,8 @@ class FiresteelConfig(QuantizationConfig):
         """
         if self.model.is_read:
             raise UnsupportedError(
-                "reload_weights: quantised weights are read once, start the engine again"
+                "reload_weights: quantised weights are read once; the engine has dropped its own, "
+                "start it again"
             )
         self.model.check_taken(has_head=get_pp_group().is_last_rank)
         scales = self.model.cache_scales
