@@ -398,3 +398,15 @@ def test_a_config_may_choose_by_the_names_of_the_experts_layers(base, tmp_path):
     config = _quantization(base["gptq"], dynamic=rules)
     with pytest.raises(CheckpointError, match=r"down_proj.qzeros: .* config says 3"):
         scanned(changed(base["gptq"], tmp_path / "dynamic", config=config))
+
+
+def test_a_bias_that_the_family_has_not_is_noted(base, tmp_path):
+    bias = f"{EXPERT}.up_proj.bias"
+    experts = scanned(changed(base["gptq"], tmp_path, **{bias: torch.ones(64)})).experts
+    noted = {layer.prefix: layer.zero_biases for layer in experts if layer.zero_biases}
+    assert noted == {FUSED: (bias,)}
+    assert not any(layer.biases for layer in experts)
+    with pytest.raises(CheckpointError, match=rf"{bias}: shape \[63\], the config gives \[64\]"):
+        scanned(changed(base["gptq"], tmp_path, **{bias: torch.ones(63)}))
+    with pytest.raises(CheckpointError, match=f"{bias}: unexpected"):
+        scanned(changed(base["plain"], tmp_path, **{bias: torch.zeros(64)}))

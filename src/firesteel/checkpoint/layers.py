@@ -58,6 +58,7 @@ class ExpertLayer:
                  no recipe was given
         biases   [3][E], empty where the family has none
         extras   tensors that the format's tools add and nothing here reads
+        zero_biases  biases where the family has none, which AutoGPTQ wrote: they must hold zeros
     """
 
     prefix: str
@@ -65,6 +66,7 @@ class ExpertLayer:
     sources: tuple[tuple[Source, ...], ...]
     biases: tuple[tuple[BiasSource, ...], ...] = ()
     extras: tuple[str, ...] = ()
+    zero_biases: tuple[str, ...] = ()
 
     @property
     def is_packed(self) -> bool:
@@ -114,6 +116,7 @@ class _Found:
     sources: tuple[list[Source], ...] = field(default_factory=lambda: ([], [], []))
     biases: tuple[list[BiasSource], ...] = field(default_factory=lambda: ([], [], []))
     extras: list[str] = field(default_factory=list)
+    zero_biases: list[str] = field(default_factory=list)
 
 
 def scan(checkpoint: Checkpoint, recipe: Recipe | None = None) -> Contents:
@@ -240,6 +243,7 @@ class _Scanner:
             sources=tuple(map(tuple, found.sources)) if counts != {0} else (),
             biases=tuple(map(tuple, found.biases)) if self.family.has_bias else (),
             extras=tuple(found.extras),
+            zero_biases=tuple(found.zero_biases),
         )
 
     def _single(self, layer: _Layer) -> _Found:
@@ -268,10 +272,14 @@ class _Scanner:
                     name = tensors.pop("bias")
                     self._check(name, (self.geometry.shape(part)[0],))
                     found.biases[part].append(StoredBias(name))
-                form = self._format(where, tensors)
+                form = self._format(where, {s: n for s, n in tensors.items() if s != "bias"})
                 if form is None:
                     source = self._plain(where, tensors, part)
                 else:
+                    if "bias" in tensors:
+                        name = tensors.pop("bias")
+                        self._check(name, (self.geometry.shape(part)[0],))
+                        found.zero_biases.append(name)
                     source, extras = self._quantized(form, where, tensors)
                     source = replace(source, scheme=self._fitted(where, source.scheme, part))
                     found.extras.extend(extras)

@@ -235,3 +235,14 @@ def test_a_save_in_shards_loads_again(tmp_path):
     model.save_pretrained(tmp_path / "out", max_shard_size="50KB")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert_same_bits(buffers(load_model(tmp_path / "out")), buffers(model))
+
+
+@pytest.mark.parametrize("layer", ["1.self_attn.o_proj", "1.mlp.experts.2.down_proj"])
+def test_biases_of_zeros_are_passed_over_where_there_is_no_place_for_them(tmp_path, layer):
+    written = write(tmp_path / "in", "qwen3_moe", STORAGES["gptq-w4-v1"], linears=True)
+    bias = f"model.layers.{layer}.bias"
+    write_tensors(written.path, {**written.tensors, bias: torch.zeros(128)})
+    assert bias not in load_model(written.path).state_dict()
+    write_tensors(written.path, {**written.tensors, bias: torch.ones(128)})
+    with pytest.raises(CheckpointError, match=bias):
+        load_model(written.path)

@@ -166,6 +166,12 @@ def test_files_that_the_engine_alone_would_read_are_refused(tmp_path):
         (f"{ATTENTION}.sinks", torch.zeros(4), rf"no place for, first {ATTENTION}.sinks"),
         (f"{ATTENTION}.q_proj.bias", torch.ones(128), rf"first {ATTENTION}.q_proj.bias"),
         (f"{ATTENTION}.q_proj.bias", torch.zeros(128), None),
+        (
+            f"{EXPERTS}.1.up_proj.bias",
+            torch.ones(64),
+            rf"{EXPERTS}.1.up_proj.bias: holds other num",
+        ),
+        (f"{EXPERTS}.1.up_proj.bias", torch.zeros(64), None),
     ],
 )
 def test_plain_tensors_that_are_not_the_model_s_are_refused(

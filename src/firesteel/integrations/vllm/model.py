@@ -22,6 +22,7 @@ from firesteel.integrations.transformers.plan import (
     plan_load,
     unplaced,
 )
+from firesteel.modules.fill import check_zero_biases
 from firesteel.modules.kernels import KernelReport
 from firesteel.modules.packed import PackedExperts
 
@@ -134,6 +135,9 @@ class Model:
                 f"checkpoint: {self.checkpoint.path} has {len(unexpected)} tensor(s) that the "
                 f"model has no place for, first {unexpected[0]}"
             )
+        with self.checkpoint.reader() as reader:
+            for layer in self.contents.experts:
+                check_zero_biases(layer, reader)
         missing = lacking(model, plan)
         if missing:
             raise CheckpointError(
