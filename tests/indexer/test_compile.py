@@ -28,7 +28,7 @@ MATRIX = {"sm_90": "QGMMA", "sm_120": "QMMA"}
 MATRIX_16 = {"sm_90": "HGMMA", "sm_120": "HMMA"}
 # What reads or writes memory that other launches do.
 GLOBAL = ("LDG", "STG", "LDGSTS", "ATOMG")
-# What tells the loop of a kernel that matters: its products, or else the sums of a pass of a search.
+# Tells the loop of a kernel that matters: its products, or else the sums of a search.
 OF_LOOP = ("QGMMA", "QMMA", "HGMMA", "HMMA", "REDUX")
 Usage = dict[str, int]
 
