@@ -66,6 +66,10 @@ def key_scales(*shape: int, generator: torch.Generator, is_exact: bool) -> Tenso
     return torch.where(torch.rand(shape, generator=generator) < 1 / 8, math.nan, found)
 
 
+STALE = 1e30
+"""In memory that a kernel must not read: a score that would be selected."""
+
+
 @dataclass(frozen=True)
 class Outputs:
     """What a selection writes: `[R, top_k]` each."""
@@ -209,29 +213,32 @@ def run_scores(
     *,
     programs: int = 2,
     with_maxima: bool = False,
+    first: int = 0,
     emulate: Callable[..., None] | None = None,
 ) -> Tensor:
     """Scores `[B * n, width * 64]`; NaN of 0xFF bytes where none were written.
 
-    With maxima those of groups behind them, `[B * n, programs * 64]`. Of Hopper's own kernel where
-    there is something that runs it.
+    Of the requests from `first` on. With maxima those of groups behind them, `[B * n, programs *
+    64]`. Of Hopper's own kernel where there is something that runs it.
     """
     memory = Memory()
+    requests = len(case.seq_lens) - first
+    num_rows = requests * case.rows
     kernel = decode_scores_kernel if emulate is None else HOPPER[0].function
     start = launch if emulate is None else emulate
     maxima, arrived = None, None
     if with_maxima:
-        maxima = memory.poisoned(case.num_rows, programs * 64, dtype=torch.float32)
-        arrived = memory.poisoned(case.num_rows, dtype=torch.int32)
+        maxima = memory.poisoned(num_rows, programs * 64, dtype=torch.float32)
+        arrived = memory.poisoned(num_rows, dtype=torch.int32)
     capacity = case.width * 64
-    scores = memory.poisoned(case.num_rows, capacity + 64, dtype=torch.float32)
+    scores = memory.poisoned(num_rows, capacity + 64, dtype=torch.float32)
     table = memory.holding(case.page_table, padding=1)
     start(
-        *(kernel, (len(case.seq_lens), programs)),
+        *(kernel, (requests, programs)),
         *(memory.holding(case.q), memory.holding(case.w)),
         *views(memory.holding(case.cache), case.cache_dtype),
         *(table, memory.holding(case.seq_lens), scores, maxima, arrived),
-        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64, 0),
+        *(table.stride(0), case.page_stride // 16, case.width, scores.stride(0) // 64, first),
         **case.tile_of(wgmma=emulate is not None),
     )
     memory.check()
@@ -265,12 +272,16 @@ class Selection:
         seen = int(self.seq_lens[request]) - (self.rows - 1 - own)
         return min(max(seen, 0), self.scores.shape[1])
 
+    def whole(self, row: int) -> int:
+        """Keys that the last row of a row's request sees."""
+        return self.length(row // self.rows * self.rows + self.rows - 1)
+
     def maxima(self, programs: int) -> Tensor:
         """Of groups, `[R, programs, 64]`, 0xFF bytes where a program has no page."""
         num_rows = len(self.scores)
         found = torch.full((num_rows, programs, 64), -1, dtype=torch.int32).view(torch.float32)
         for row in range(num_rows):
-            whole = self.length(row // self.rows * self.rows + self.rows - 1)
+            whole = self.whole(row)
             seen = self.scores[row].where(~self.scores[row].isnan(), -math.inf)
             seen[self.length(row) :] = -math.inf
             pages = seen.view(-1, 64)[: -(-whole // 64)]
@@ -289,10 +300,14 @@ class Selection:
         memory = self.memory
         scores = memory.poisoned(num_rows * (capacity + 64), dtype=torch.float32)
         held = scores.view(num_rows, -1)
-        held[:, :capacity] = self.scores
+        held.fill_(STALE)
         for row in range(num_rows):
-            # As decode_scores leaves what is past a row's own length.
-            held[row, self.length(row) :] = -math.inf
+            # As decode_scores leaves what is past a row's own length, in its request's pages.
+            length, whole = self.length(row), self.whole(row)
+            held[row, :length] = self.scores[row, :length]
+            held[row, length : -(-whole // 64) * 64] = -math.inf
+        maxima = self.maxima(columns * shares)
+        maxima = maxima.where(maxima.view(torch.int32) != -1, STALE)
         kept = memory.poisoned(num_rows, parts, final, dtype=torch.int64)
         counts = memory.poisoned(num_rows, parts, dtype=torch.int32)
         outputs = outputs_of(memory, num_rows, self.top_k)
@@ -300,7 +315,7 @@ class Selection:
         arrived = torch.zeros(num_rows, dtype=torch.int32)
         launch(
             *(filter_kernel, (num_rows, parts), scores),
-            *(memory.holding(self.maxima(columns * shares)), kept, counts, arrived),
+            *(memory.holding(maxima), kept, counts, arrived),
             *(table, memory.holding(self.seq_lens), *vars(outputs).values()),
             *(capacity // 64 + 1, table.stride(0), table.shape[1], columns * shares, 0, num_rows),
             **{"ROWS": self.rows, "TOP_K": self.top_k, "SHARES": 2},
@@ -396,8 +411,9 @@ def run_ranges(
         capacity = case.pages.width * 64
     stride = -(-capacity // 64)
     blocks = -(-slice_rows // row_block)
-    scores = memory.poisoned(blocks * row_block * stride * 64, dtype=torch.float32)
-    maxima = memory.poisoned(blocks * row_block, groups, dtype=torch.float32)
+    # What an earlier call might have left: larger than any score.
+    scores = memory.poisoned(blocks * row_block * stride * 64, dtype=torch.float32).fill_(STALE)
+    maxima = memory.poisoned(blocks * row_block, groups, dtype=torch.float32).fill_(STALE)
     lists = memory.poisoned(slice_rows, size, dtype=torch.int64)
     outputs = outputs_of(memory, num_rows, top_k)
     given = list(vars(outputs).values())

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from firesteel.indexer.launches import HOPPER
 from firesteel.indexer.reference import decode_scores_reference, range_scores_reference
-from tests.indexer.kernels import Decode, Prefill, Selection, decode_case, e4m3, run_scores, weights
+from tests.indexer.kernels import (
+    STALE,
+    Decode,
+    Prefill,
+    Selection,
+    decode_case,
+    e4m3,
+    run_scores,
+    weights,
+)
 from tests.indexer.test_ranges import prefill_case
 from tests.indexer.test_score import check_scores
 from tests.moe.gluon_emulator import Block, run
@@ -43,6 +52,9 @@ def test_decode(rows: int, heads: int, programs: int, lands_early: bool) -> None
     case = decode_case(lens, rows=rows, heads=heads, width=7, missing=0.2)
     start = partial(emulate, lands_early=lands_early)
     found = run_scores(case, programs=programs, with_maxima=True, emulate=start)
+    later = run_scores(case, programs=programs, first=2, emulate=start)
+    whole = found[2 * rows :, : 7 * 64]
+    assert torch.equal(later.view(torch.int32), whole.view(torch.int32))
     scores, maxima = found[:, : 7 * 64], found[:, 7 * 64 :]
     check_scores(case, scores)
     wanted = Selection(scores, case.seq_lens, rows=rows).maxima(programs).flatten(1)
@@ -50,27 +62,32 @@ def test_decode(rows: int, heads: int, programs: int, lands_early: bool) -> None
 
 
 def range_scores(
-    case: Prefill, *, span: int, group: int, lands_early: bool
+    case: Prefill, *, span: int, group: int, lands_early: bool, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Scores and maxima of all rows, NaN of 0xFF bytes where none were written."""
+    """Scores and maxima of the rows from `first` on, stale where none were written.
+
+    Inputs have no guards: what is read past their ends is found out.
+    """
     memory = Memory()
     num_rows, heads = case.q.shape[:2]
+    num_rows -= first
     if case.pages is None:
-        keys = (memory.holding(case.keys), memory.holding(case.scales), None)
+        keys = (case.keys.clone(), case.scales.clone(), None)
         table_stride, page_stride, capacity = 0, 0, len(case.keys)
     else:
-        table = memory.holding(case.pages.page_table)
+        table = case.pages.page_table.clone()
         keys = (*case.pages.views, table)
         table_stride, page_stride = table.stride(0), case.pages.page_stride // 16
         capacity = case.pages.width * 64
     stride = -(-capacity // 128) * 2
-    scores = memory.poisoned(-(-num_rows // 8) * 8, stride * 64, dtype=torch.float32)
-    maxima = memory.poisoned(len(scores), 512, dtype=torch.float32)
+    scores = memory.poisoned(-(-num_rows // 8) * 8, stride * 64, dtype=torch.float32).fill_(STALE)
+    maxima = memory.poisoned(len(scores), 512, dtype=torch.float32).fill_(STALE)
     emulate(
         *(HOPPER[1].function, (-(-capacity // span), len(scores) // 8)),
-        *(memory.holding(case.q), memory.holding(case.w), *keys),
-        *(memory.holding(each) for each in (case.row_request, case.k_start, case.k_end)),
-        *(scores, maxima, table_stride, page_stride, capacity, stride, span, group, 0, num_rows),
+        *(case.q.clone(), case.w.clone(), *keys),
+        *(case.row_request, case.k_start, case.k_end),
+        *(scores, maxima, table_stride, page_stride, capacity, stride, span, group),
+        *(first, first + num_rows),
         **{"H": heads, "ROW_BLOCK": 4, "HEAD_BLOCK": 8, "GROUPS": 512, "STAGES": 2, "PTX": False},
         lands_early=lands_early,
     )
@@ -94,9 +111,9 @@ def check(
 
 
 @LANDS_EARLY
-@pytest.mark.parametrize(("span", "group", "least"), [(128, 128, -5), (256, 256, 70)])
+@pytest.mark.parametrize(("span", "group", "least"), [(128, 128, -5), (512, 256, 150)])
 def test_prefill_of_contiguous_keys(span: int, group: int, least: int, lands_early: bool) -> None:
-    """Ranges that begin before the first key, and none that begins in the first page of a pair."""
+    """Ranges that begin before the first key; and none before the second half of a group."""
     case = prefill_case(11, 650, seed=span)
     case = replace(case, k_start=case.k_start.clamp(min=least))
     ranges = []
@@ -104,8 +121,9 @@ def test_prefill_of_contiguous_keys(span: int, group: int, least: int, lands_ear
         begin = min(max(start, 0), 650)
         ranges.append((begin, max(begin, min(max(end, 0), 650))))
     wanted = range_scores_reference(case.q, case.w, case.keys, case.scales, ranges)
-    found = range_scores(case, span=span, group=group, lands_early=lands_early)
-    check(found, ranges, wanted, group)
+    for first in (0, 3):
+        found = range_scores(case, span=span, group=group, lands_early=lands_early, first=first)
+        check(found, ranges[first:], wanted[first:], group)
 
 
 @LANDS_EARLY
@@ -113,7 +131,7 @@ def test_prefill_of_pages(lands_early: bool) -> None:
     """Blocks of rows of several requests, and rows of none."""
     pages: Decode = decode_case([448] * 3, width=7, missing=0.2, is_exact=True, seed=9)
     kind = {"generator": torch.Generator().manual_seed(10), "is_exact": True}
-    requests = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 0, -1], dtype=torch.int32)
+    requests = torch.tensor([0, 0, 1, 1, 1, 1, 1, 2, 2, 2, -1], dtype=torch.int32)
     ends = torch.tensor([1, 70, 448, 0, 130, -1, 64, 65, 2**31 - 1, 255, 200], dtype=torch.int32)
     case = Prefill(
         q=e4m3(11, 8, 128, **kind),
@@ -122,7 +140,7 @@ def test_prefill_of_pages(lands_early: bool) -> None:
         row_request=requests,
         pages=pages,
     )
-    found = range_scores(case, span=256, group=128, lands_early=lands_early)
+    found = range_scores(case, span=384, group=128, lands_early=lands_early)
     ranges, wanted = [], []
     for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
         seen = min(max(end, 0), 448) if request >= 0 else 0

@@ -95,6 +95,8 @@ def range_select_kernel(
     if row_request_ptr is not None:
         b = tl.load(row_request_ptr + row, mask=row < R, other=-1).to(tl.int64)
         end = tl.where(b < 0, 0, end)
+    # Of an empty row no page was scored: nothing is read.
+    end = tl.where(end > begin, end, begin // 64 * 64)
     row_scores_ptr = scores_ptr + own * stride_scores * 64
     list_ptr = lists_ptr + own * SIZE
     # Before the range is known; what is read of others' groups does not count.
