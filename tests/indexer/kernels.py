@@ -13,8 +13,6 @@ from firesteel.indexer.filter import filter_kernel
 from firesteel.indexer.launches import HOPPER
 from firesteel.indexer.pages import CACHE_DTYPES, PAGE_BYTES, page_bytes, page_values, page_views
 from firesteel.indexer.plan import decode_tile
-from firesteel.indexer.range_scores import range_scores_kernel
-from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.score import decode_scores_kernel
 from firesteel.indexer.select import select_kernel
 from firesteel.indexer.spec import DecodeSpec
@@ -369,82 +367,6 @@ class Selection:
 def outputs_of(memory: Memory, num_rows: int, top_k: int) -> Outputs:
     dtypes = (torch.int32, torch.int32, torch.float32)
     return Outputs(*(memory.poisoned(num_rows, top_k, dtype=dtype) for dtype in dtypes))
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """q `[M, H, 128]`, w `[M, H]`, ranges; keys contiguous, or the pages of a decode."""
-
-    q: Tensor
-    w: Tensor
-    k_end: Tensor
-    k_start: Tensor | None = None
-    keys: Tensor | None = None
-    scales: Tensor | None = None
-    row_request: Tensor | None = None
-    pages: Decode | None = None
-
-
-def run_ranges(
-    case: Prefill,
-    *,
-    top_k: int = 16,
-    row_block: int = 4,
-    slice_rows: int = 8,
-    span: int = 64,
-    group: int = 64,
-    groups: int = 256,
-    size: int = 32,
-) -> Outputs:
-    """A prefill by range_scores and range_select, slice by slice; of `group` keys 64 maxima."""
-    memory = Memory()
-    num_rows = len(case.q)
-    tile = replace_rows(case, row_block)
-    ranges = [memory.holding(each) for each in (case.row_request, case.k_start, case.k_end)]
-    if case.pages is None:
-        keys = (memory.holding(case.keys), memory.holding(case.scales), None)
-        table_stride, page_stride, capacity = 0, 0, len(case.keys)
-    else:
-        table = memory.holding(case.pages.page_table, padding=1)
-        keys = (*views(memory.holding(case.pages.cache), case.pages.cache_dtype), table)
-        table_stride, page_stride = table.stride(0), case.pages.page_stride // 16
-        capacity = case.pages.width * 64
-    stride = -(-capacity // 64)
-    blocks = -(-slice_rows // row_block)
-    # What an earlier call might have left: larger than any score.
-    scores = memory.poisoned(blocks * row_block * stride * 64, dtype=torch.float32).fill_(STALE)
-    maxima = memory.poisoned(blocks * row_block, groups, dtype=torch.float32).fill_(STALE)
-    lists = memory.poisoned(slice_rows, size, dtype=torch.int64)
-    outputs = outputs_of(memory, num_rows, top_k)
-    given = list(vars(outputs).values())
-    if case.pages is None:
-        given[1] = None
-    queries = (memory.holding(case.q), memory.holding(case.w))
-    for first in range(0, num_rows, slice_rows):
-        rows = min(slice_rows, num_rows - first)
-        launch(
-            *(range_scores_kernel, (-(-capacity // span), -(-rows // row_block)), *queries, *keys),
-            *(*ranges, scores, maxima, table_stride, page_stride, capacity, stride, span, group),
-            *(first, first + rows),
-            **tile,
-            GROUPS=groups,
-        )
-        launch(
-            *(range_select_kernel, (rows,), scores, maxima, lists, keys[2], *ranges, *given),
-            *(capacity, stride, group, table_stride, first, first + rows),
-            **{"TOP_K": top_k, "GROUPS": groups, "SIZE": size, "CHUNK": 64},
-            **{"WARPS": 1, "PTX": False},
-        )
-    memory.check()
-    return outputs
-
-
-def replace_rows(case: Prefill, row_block: int) -> dict[str, int]:
-    """The tile of a prefill of so many rows a block."""
-    heads = case.q.shape[1]
-    tile = {"H": heads, "ROWS": row_block, "ROW_BLOCK": row_block}
-    tile |= {"HEAD_BLOCK": power(heads), "SPLIT": row_block // 4 or 1}
-    return {**tile, "STAGES": 2, "PTX": False}
 
 
 def with_lens(case: Decode, lens: list[int]) -> Decode:

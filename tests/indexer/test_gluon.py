@@ -1,30 +1,26 @@
 """Hopper's own scores on a CPU, against float64; copies land as late as they may, and early."""
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from firesteel.indexer.launches import HOPPER
 from firesteel.indexer.reference import decode_scores_reference, range_scores_reference
 from tests.indexer.kernels import (
-    STALE,
     Decode,
-    Prefill,
     Selection,
     decode_case,
     e4m3,
     run_scores,
     weights,
 )
+from tests.indexer.ranges import Prefill, RangeScores, check_ranges
 from tests.indexer.test_ranges import prefill_case
 from tests.indexer.test_score import check_scores
 from tests.moe.gluon_emulator import Block, run
-from tests.moe.kernels import Memory
 
 if not HOPPER:
     pytest.skip("needs Triton 3.6 or later, which has this Gluon", allow_module_level=True)
@@ -61,69 +57,23 @@ def test_decode(rows: int, heads: int, programs: int, lands_early: bool) -> None
     assert torch.equal(maxima.view(torch.int32), wanted.view(torch.int32))
 
 
-def range_scores(
-    case: Prefill, *, span: int, group: int, lands_early: bool, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Scores and maxima of the rows from `first` on, stale where none were written.
-
-    Inputs have no guards: what is read past their ends is found out.
-    """
-    memory = Memory()
-    num_rows, heads = case.q.shape[:2]
-    num_rows -= first
-    if case.pages is None:
-        keys = (case.keys.clone(), case.scales.clone(), None)
-        table_stride, page_stride, capacity = 0, 0, len(case.keys)
-    else:
-        table = case.pages.page_table.clone()
-        keys = (*case.pages.views, table)
-        table_stride, page_stride = table.stride(0), case.pages.page_stride // 16
-        capacity = case.pages.width * 64
-    stride = -(-capacity // 128) * 2
-    scores = memory.poisoned(-(-num_rows // 8) * 8, stride * 64, dtype=torch.float32).fill_(STALE)
-    maxima = memory.poisoned(len(scores), 512, dtype=torch.float32).fill_(STALE)
-    emulate(
-        *(HOPPER[1].function, (-(-capacity // span), len(scores) // 8)),
-        *(case.q.clone(), case.w.clone(), *keys),
-        *(case.row_request, case.k_start, case.k_end),
-        *(scores, maxima, table_stride, page_stride, capacity, stride, span, group),
-        *(first, first + num_rows),
-        **{"H": heads, "ROW_BLOCK": 4, "HEAD_BLOCK": 8, "GROUPS": 512, "STAGES": 2, "PTX": False},
-        lands_early=lands_early,
-    )
-    memory.check()
-    return scores[:num_rows], maxima[:num_rows]
-
-
-def check(
-    found: tuple[Tensor, Tensor], ranges: list[tuple[int, int]], wanted: list[Tensor], group: int
-) -> None:
-    """Of exact inputs: a row's scores, -inf for what shares a page with them, and maxima."""
-    for scores, maxima, (begin, end), expected in zip(*found, ranges, wanted, strict=True):
-        assert torch.equal(scores[begin:end].double().nan_to_num(7), expected.nan_to_num(7))
-        assert scores[begin // 64 * 64 : begin].isneginf().all()
-        assert scores[end : -(-end // 64) * 64].isneginf().all()
-        seen = torch.full_like(scores, -math.inf)
-        seen[begin:end] = scores[begin:end].where(~scores[begin:end].isnan(), -math.inf)
-        for first in range(begin // group * group, end, group):
-            cells = maxima[first // group * 64 :][:64]
-            assert torch.equal(cells, seen[first : first + group].view(-1, 64).amax(0))
+def hopper(lands_early: bool) -> RangeScores:
+    """Hopper's own kernel, of blocks of eight rows."""
+    tile = {"ROW_BLOCK": 4, "STAGES": 2}
+    return RangeScores(HOPPER[1].function, 8, tile, partial(emulate, lands_early=lands_early))
 
 
 @LANDS_EARLY
 @pytest.mark.parametrize(("span", "group", "least"), [(128, 128, -5), (512, 256, 150)])
 def test_prefill_of_contiguous_keys(span: int, group: int, least: int, lands_early: bool) -> None:
     """Ranges that begin before the first key; and none before the second half of a group."""
-    case = prefill_case(11, 650, seed=span)
+    case = prefill_case(11, 600, seed=span)
     case = replace(case, k_start=case.k_start.clamp(min=least))
-    ranges = []
-    for start, end in zip(case.k_start.tolist(), case.k_end.tolist(), strict=True):
-        begin = min(max(start, 0), 650)
-        ranges.append((begin, max(begin, min(max(end, 0), 650))))
+    ranges = case.ranges
     wanted = range_scores_reference(case.q, case.w, case.keys, case.scales, ranges)
     for first in (0, 3):
-        found = range_scores(case, span=span, group=group, lands_early=lands_early, first=first)
-        check(found, ranges[first:], wanted[first:], group)
+        found = hopper(lands_early).run(case, span=span, group=group, first=first)
+        check_ranges(found, ranges[first:], wanted[first:], group)
 
 
 @LANDS_EARLY
@@ -140,7 +90,7 @@ def test_prefill_of_pages(lands_early: bool) -> None:
         row_request=requests,
         pages=pages,
     )
-    found = range_scores(case, span=384, group=128, lands_early=lands_early)
+    found = hopper(lands_early).run(case, span=384, group=128)
     ranges, wanted = [], []
     for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
         seen = min(max(end, 0), 448) if request >= 0 else 0
@@ -154,4 +104,4 @@ def test_prefill_of_pages(lands_early: bool) -> None:
         args = (one.q, one.w, *one.pages, one.page_table, one.seq_lens)
         ranges.append((0, seen))
         wanted.append(decode_scores_reference(*args)[0][0])
-    check(found, ranges, wanted, 128)
+    check_ranges(found, ranges, wanted, 128)

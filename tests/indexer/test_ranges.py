@@ -17,16 +17,15 @@ from firesteel.indexer.reference import (
 )
 from tests.indexer.kernels import (
     Outputs,
-    Prefill,
     decode_case,
     e4m3,
     key_scales,
     numbers,
-    run_ranges,
     weights,
     with_holes,
 )
-from tests.moe.kernels import run_on_nothing
+from tests.indexer.ranges import Prefill, RangeScores, check_ranges, run_ranges
+from tests.moe.kernels import launch, run_on_nothing
 
 pytestmark = pytest.mark.interpret
 
@@ -113,6 +112,25 @@ def test_prefill_of_pages(row_block: int, span: int, group: int) -> None:
         wanted.append(one[0][0])
         tables.append(table.tolist())
     check(found, wanted, tables)
+
+
+def test_scores_and_maxima_of_a_range() -> None:
+    """Several groups of several pages of a program, and a last one that has fewer keys."""
+    case = prefill_case(5, 600, seed=3)
+    tile = {"ROWS": 4, "ROW_BLOCK": 4, "SPLIT": 2, "STAGES": 2}
+    found = RangeScores(range_scores_kernel, 4, tile, launch).run(case, span=512, group=256)
+    wanted = range_scores_reference(case.q, case.w, case.keys, case.scales, case.ranges)
+    check_ranges(found, case.ranges, wanted, 256)
+
+
+def test_rows_without_keys_read_no_score() -> None:
+    """A block of them, whose pages no other row of it sees."""
+    ranges = [(0, 250)] * 4 + [(100, 100), (130, 129), (249, 249), (300, 300)]
+    start, end = torch.tensor(ranges, dtype=torch.int32).unbind(1)
+    case = replace(prefill_case(8, 250), k_start=start.clone(), k_end=end.clone())
+    found = run_ranges(case)
+    assert (found.indices[4:] == -1).all()
+    assert (found.scores[4:] == -math.inf).all()
 
 
 @pytest.mark.parametrize("kind", ["all equal", "ascending", "descending"])
