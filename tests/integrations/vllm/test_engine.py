@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from firesteel.integrations.transformers import load_model
 from tests.checkpoints import STORAGES, oracle, write, write_tensors
 from tests.integrations.vllm.engine import run
 
@@ -25,6 +26,7 @@ LATENT = {
 }
 CASES = [
     ("qwen3_moe", "ct-w4-g32-asym", {}, {}),
+    ("qwen3_moe", "ct-w3-ten-a-word", {}, {}),
     ("mixtral", "awq-asym", {}, {}),
     ("olmoe", "gptq-w4-desc_act", {}, {}),
     ("glm4_moe", "nvfp4", {}, {}),
@@ -37,6 +39,8 @@ N = {"moe_intermediate_size": 160}
 SHARED = [
     ("qwen3_moe", "ct-w4-g32", N, {"tensor_parallel_size": 2}),
     ("qwen3_moe", "gptq-w4-desc_act", N, {"tensor_parallel_size": 2}),
+    ("qwen3_moe", "ct-w3-ten-a-word", N, {"tensor_parallel_size": 2}),
+    ("qwen3_moe", "awq-asym", N, {"tensor_parallel_size": 2}),
     ("qwen3_moe", "exl3-3-mcg", {"moe_intermediate_size": 200}, {"tensor_parallel_size": 2}),
     (
         "qwen3_moe",
@@ -47,8 +51,7 @@ SHARED = [
 ]
 
 
-def _tokens(written, dtype):
-    model = oracle(written, dtype)
+def _tokens(model):
     found = []
     for prompt in PROMPTS:
         ids = model.generate(
@@ -76,7 +79,11 @@ def _compared(tmp_path_factory, cases):
         )
         given = {"path": str(written.path), "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
         runs.append({**given, "options": options})
-        wanted.append(_tokens(written, getattr(torch, options.get("dtype", "float32"))))
+        dtype = getattr(torch, options.get("dtype", "float32"))
+        expected = _tokens(oracle(written, dtype))
+        # What `firesteel generate` gives.
+        assert _tokens(load_model(written.path, device="cpu", dtype=dtype)) == expected
+        wanted.append(expected)
     return list(zip(run(runs), wanted, strict=True))
 
 
