@@ -77,8 +77,8 @@ demo: $(VENV)
 # a time, the long ones first, so that both cores are busy to the end.
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(VENV) $(HOST)/.installed
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-compile test-default \
-		test-interpret-gate-up test-interpret test-host
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-default test-compile \
+		test-interpret test-interpret-gate-up test-host
 
 test-default:
 	$(BIN)/pytest
