@@ -11,7 +11,18 @@ from torch import Tensor
 
 from firesteel.indexer.range_scores import range_scores_kernel
 from firesteel.indexer.range_select import range_select_kernel
-from tests.indexer.kernels import STALE, Decode, Outputs, outputs_of, power, views
+from firesteel.indexer.reference import decode_scores_reference
+from tests.indexer.kernels import (
+    STALE,
+    Decode,
+    Outputs,
+    decode_case,
+    e4m3,
+    outputs_of,
+    power,
+    views,
+    weights,
+)
 from tests.moe.kernels import Memory, launch
 
 
@@ -36,6 +47,29 @@ class Prefill:
             begin = min(max(start, 0), len(self.keys))
             found.append((begin, max(begin, min(end, len(self.keys)))))
         return found
+
+
+def paged_case(width: int, requests: list[int], ends: list[int]) -> Prefill:
+    """Rows of eight heads over the pages of three requests, which have holes."""
+    kind = {"generator": torch.Generator().manual_seed(10), "is_exact": True}
+    return Prefill(
+        q=e4m3(len(ends), 8, 128, **kind),
+        w=weights(len(ends), 8, **kind),
+        k_end=torch.tensor(ends, dtype=torch.int32),
+        row_request=torch.tensor(requests, dtype=torch.int32),
+        pages=decode_case([64 * width] * 3, width=width, missing=0.2, is_exact=True, seed=9),
+    )
+
+
+def paged_scores(case: Prefill) -> list[Tensor]:
+    """Of each row the float64 scores of its keys."""
+    pages, found = case.pages, []
+    for row, request in enumerate(case.row_request.tolist()):
+        seen = int(case.k_end[row]) if request >= 0 else 0
+        query = (case.q[row][None, None], case.w[row][None, None])
+        table = pages.page_table[max(request, 0)][None]
+        found += decode_scores_reference(*query, *pages.pages, table, torch.tensor([seen]))[0]
+    return found
 
 
 @dataclass(frozen=True)

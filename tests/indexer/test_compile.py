@@ -36,7 +36,8 @@ Usage = dict[str, int]
 def shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
     """The last key of each kernel in plans of the turnkey decode, GLM-5.2's prefill, and pages.
 
-    Those that read or write 16-bit keys have their type behind the name.
+    Those that read or write 16-bit keys have their type behind the name, selections of few rows
+    and of many their warps.
     """
     found: dict[str, tuple[Kernel, LaunchKey]] = {}
     turnkey = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=2048)
@@ -52,10 +53,13 @@ def shipped(target: str) -> dict[str, tuple[Kernel, LaunchKey]]:
         own = spec.for_target(target)
         if not getattr(spec, "wgmma", True):
             own = replace(own, wgmma=False)
-        made = plan(own, 8)
+        # Of prefill so many rows that all selections of few and of many are there.
+        made = plan(own, 160 if isinstance(spec, PrefillSpec) else 8)
         for key in made.keys:
             has_keys = "values_ptr" in dict(key.arguments)
             end = f" {spec.cache_dtype}" if has_keys and spec.cache_dtype != "e4m3" else ""
+            if key.name in ("filter_kernel", "range_select_kernel"):
+                end = f" {key.num_warps} warps"
             found[key.name + end] = (made.kernels[key.kernel], key)
     return found
 

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from firesteel.indexer.launches import HOPPER
-from firesteel.indexer.reference import decode_scores_reference, range_scores_reference
+from firesteel.indexer.reference import range_scores_reference
 from tests.indexer.kernels import (
-    Decode,
     Selection,
     decode_case,
-    e4m3,
     run_scores,
-    weights,
 )
-from tests.indexer.ranges import Prefill, RangeScores, check_ranges
+from tests.indexer.ranges import RangeScores, check_ranges, paged_case, paged_scores
 from tests.indexer.test_ranges import prefill_case
 from tests.indexer.test_score import check_scores
 from tests.moe.gluon_emulator import Block, run
@@ -79,29 +76,9 @@ def test_prefill_of_contiguous_keys(span: int, group: int, least: int, lands_ear
 @LANDS_EARLY
 def test_prefill_of_pages(lands_early: bool) -> None:
     """Blocks of rows of several requests, and rows of none."""
-    pages: Decode = decode_case([448] * 3, width=7, missing=0.2, is_exact=True, seed=9)
-    kind = {"generator": torch.Generator().manual_seed(10), "is_exact": True}
-    requests = torch.tensor([0, 0, 1, 1, 1, 1, 1, 2, 2, 2, -1], dtype=torch.int32)
-    ends = torch.tensor([1, 70, 448, 0, 130, -1, 64, 65, 2**31 - 1, 255, 200], dtype=torch.int32)
-    case = Prefill(
-        q=e4m3(11, 8, 128, **kind),
-        w=weights(11, 8, **kind),
-        k_end=ends,
-        row_request=requests,
-        pages=pages,
-    )
+    requests = [0, 0, 1, 1, 1, 1, 1, 2, 2, 2, -1]
+    ends = [1, 70, 448, 0, 130, -1, 64, 65, 2**31 - 1, 255, 200]
+    case = paged_case(7, requests, ends)
     found = hopper(lands_early).run(case, span=384, group=128)
-    ranges, wanted = [], []
-    for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
-        seen = min(max(end, 0), 448) if request >= 0 else 0
-        one = replace(
-            pages,
-            q=case.q[row].view(1, 1, 8, 128),
-            w=case.w[row].view(1, 1, 8),
-            page_table=pages.page_table[max(request, 0)][None],
-            seq_lens=torch.tensor([seen]),
-        )
-        args = (one.q, one.w, *one.pages, one.page_table, one.seq_lens)
-        ranges.append((0, seen))
-        wanted.append(decode_scores_reference(*args)[0][0])
-    check_ranges(found, ranges, wanted, 128)
+    wanted = paged_scores(case)
+    check_ranges(found, [(0, len(scores)) for scores in wanted], wanted, 128)

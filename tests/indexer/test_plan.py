@@ -19,6 +19,9 @@ from firesteel.launch.spec import Spec
 from firesteel.launch.stub import StubDriver
 from tests.launch.rig import call_of, ready_on_stub, tensors_of
 
+NEEDS_GLUON = pytest.mark.skipif(
+    not HOPPER, reason="needs Triton 3.6 or later, which has this Gluon"
+)
 MILLION = 1 << 20
 TURNKEY = DecodeSpec(num_heads=32, top_k=2048, rows=6, width=128)
 LONG = replace(TURNKEY, width=MILLION // 64)
@@ -100,40 +103,44 @@ def batched(launches: Sequence[Launch], size: int) -> Iterator[Sequence[Launch]]
         yield launches[at : at + size]
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "wgmma"),
+    [
+        *(pytest.param(heads, True, marks=NEEDS_GLUON) for heads in (8, 32, 64)),
+        (32, False),
+    ],
+)
 @pytest.mark.parametrize("num_keys", [1, 8192, 131071, MILLION, 4 * MILLION])
-def test_slices_of_prefill_fit_the_workspace(num_keys: int) -> None:
-    for num_heads, wgmma in ((8, True), (32, True), (64, True), (32, False)):
-        spec = PrefillSpec(num_heads=num_heads, top_k=2048, num_keys=num_keys, wgmma=wgmma)
-        before = 0
-        for num_rows in (0, 1, 17, 3072, 10_000):
-            sizes = {each.name: each.num_bytes for each in spec.workspace(num_rows)}
-            assert before <= sum(sizes.values()) <= MAX_WORKSPACE
-            before = sum(sizes.values())
-            done = 0
-            for scores, last in batched(spec.select(num_rows, ()), 2):
-                given = {
-                    name: last.arguments[at] for at, (name, _) in enumerate(last.key.arguments)
-                }
-                constants = dict(last.key.constexprs)
-                rows = last.grid[0]
-                assert given["first_row"] == done
-                tile = dict(scores.key.constexprs)
-                written = scores.grid[1] * (2 * tile["ROW_BLOCK"] if wgmma else tile["ROWS"])
-                assert written >= rows
-                stride = 64 * int(given["stride_scores"])
-                # Scores of pairs of pages, and of groups the largest.
-                assert stride >= num_keys
-                assert stride % 128 == 0
-                assert sizes["scores"] >= 4 * written * stride
-                spans = {n: scores.arguments[at] for at, (n, _) in enumerate(scores.key.arguments)}
-                group = spans["group"]
-                assert given["group"] == group
-                assert spans["span"] % group == group % 128 == 0
-                assert -(-num_keys // group) * 64 <= tile["GROUPS"] == constants["GROUPS"]
-                assert sizes["maxima"] >= 4 * written * tile["GROUPS"]
-                assert sizes["candidates"] >= 8 * rows * constants["SIZE"]
-                done += rows
-            assert done == num_rows
+def test_slices_of_prefill_fit_the_workspace(num_keys: int, num_heads: int, wgmma: bool) -> None:
+    spec = PrefillSpec(num_heads=num_heads, top_k=2048, num_keys=num_keys, wgmma=wgmma)
+    before = 0
+    for num_rows in (0, 1, 17, 3072, 10_000):
+        sizes = {each.name: each.num_bytes for each in spec.workspace(num_rows)}
+        assert before <= sum(sizes.values()) <= MAX_WORKSPACE
+        before = sum(sizes.values())
+        done = 0
+        for scores, last in batched(spec.select(num_rows, ()), 2):
+            given = {name: last.arguments[at] for at, (name, _) in enumerate(last.key.arguments)}
+            constants = dict(last.key.constexprs)
+            rows = last.grid[0]
+            assert given["first_row"] == done
+            tile = dict(scores.key.constexprs)
+            written = scores.grid[1] * (2 * tile["ROW_BLOCK"] if wgmma else tile["ROWS"])
+            assert written >= rows
+            stride = 64 * int(given["stride_scores"])
+            # Scores of pairs of pages, and of groups the largest.
+            assert stride >= num_keys
+            assert stride % 128 == 0
+            assert sizes["scores"] >= 4 * written * stride
+            spans = {n: scores.arguments[at] for at, (n, _) in enumerate(scores.key.arguments)}
+            group = spans["group"]
+            assert given["group"] == group
+            assert spans["span"] % group == group % 128 == 0
+            assert -(-num_keys // group) * 64 <= tile["GROUPS"] == constants["GROUPS"]
+            assert sizes["maxima"] >= 4 * written * tile["GROUPS"]
+            assert sizes["candidates"] >= 8 * rows * constants["SIZE"]
+            done += rows
+        assert done == num_rows
 
 
 def test_routes() -> None:
@@ -153,7 +160,7 @@ def test_routes() -> None:
     assert names(prefill, 3072) == ["range_scores", "range_select"] * 12
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs Triton 3.6 or later, which has this Gluon")
+@NEEDS_GLUON
 def test_hopper_s_own_kernels_have_two_products() -> None:
     """Of e4m3 keys, and of at most 128 columns each."""
     assert names(TURNKEY, 8) == ["decode_scores_wgmma", "select"]

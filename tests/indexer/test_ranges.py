@@ -11,20 +11,24 @@ from torch import Tensor
 from firesteel.indexer.range_scores import range_scores_kernel
 from firesteel.indexer.range_select import range_select_kernel
 from firesteel.indexer.reference import (
-    decode_scores_reference,
     range_scores_reference,
     top_k_reference,
 )
 from tests.indexer.kernels import (
     Outputs,
-    decode_case,
-    e4m3,
     key_scales,
     numbers,
     weights,
     with_holes,
 )
-from tests.indexer.ranges import Prefill, RangeScores, check_ranges, run_ranges
+from tests.indexer.ranges import (
+    Prefill,
+    RangeScores,
+    check_ranges,
+    paged_case,
+    paged_scores,
+    run_ranges,
+)
 from tests.moe.kernels import launch, run_on_nothing
 
 pytestmark = pytest.mark.interpret
@@ -86,32 +90,12 @@ def test_prefill_of_contiguous_keys(
 @pytest.mark.parametrize(("row_block", "span", "group"), [(4, 64, 64), (8, 384, 192)])
 def test_prefill_of_pages(row_block: int, span: int, group: int) -> None:
     """Blocks of rows of several requests, and rows of none."""
-    pages = decode_case([256, 256, 256], width=4, missing=0.2, is_exact=True, seed=9)
-    generator = torch.Generator().manual_seed(10)
-    requests = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 0, -1], dtype=torch.int32)
-    ends = torch.tensor([1, 70, 256, 0, 130, -1, 64, 65, 2**31 - 1, 255, 200], dtype=torch.int32)
-    kind = {"generator": generator, "is_exact": True}
-    case = Prefill(
-        q=e4m3(11, 8, 128, **kind),
-        w=weights(11, 8, **kind),
-        k_end=ends,
-        row_request=requests,
-        pages=pages,
-    )
+    requests = [0, 0, 0, 1, 1, 2, 2, 2, 2, 0, -1]
+    ends = [1, 70, 256, 0, 130, -1, 64, 65, 2**31 - 1, 255, 200]
+    case = paged_case(4, requests, ends)
     found = run_ranges(case, row_block=row_block, span=span, group=group)
-    wanted, tables = [], []
-    for row, (request, end) in enumerate(zip(requests.tolist(), ends.tolist(), strict=True)):
-        table = pages.page_table[max(request, 0)]
-        one = decode_scores_reference(
-            case.q[row].view(1, 1, 8, 128),
-            case.w[row].view(1, 1, 8),
-            *pages.pages,
-            table[None],
-            torch.tensor([end if request >= 0 else 0]),
-        )
-        wanted.append(one[0][0])
-        tables.append(table.tolist())
-    check(found, wanted, tables)
+    tables = [case.pages.page_table[max(request, 0)].tolist() for request in requests]
+    check(found, paged_scores(case), tables)
 
 
 def test_scores_and_maxima_of_a_range() -> None:

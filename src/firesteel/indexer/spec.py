@@ -16,7 +16,12 @@ from firesteel.indexer.pages import (
     page_bytes,
 )
 from firesteel.launch import ANY_SIZE, NUM_TOKENS, Flags, Launch, Operand, Region
-from firesteel.launch.binary import has_gluon, supports_dependent_launch, supports_wgmma
+from firesteel.launch.binary import (
+    check_wgmma,
+    has_gluon,
+    supports_dependent_launch,
+    supports_wgmma,
+)
 from firesteel.launch.key import DTYPES
 
 __all__ = ["TOP_KS", "DecodeSpec", "PageWriterSpec", "PrefillSpec"]
@@ -50,12 +55,6 @@ def _check_heads(num_heads: int, top_k: object) -> None:
     if not isinstance(top_k, int) or top_k not in TOP_KS:
         allowed = ", ".join(map(str, TOP_KS))
         raise UnsupportedError(f"top_k: got {top_k!r}, must be one of {allowed}")
-
-
-def _check_wgmma(spec: DecodeSpec | PrefillSpec) -> None:
-    _check_flags(spec, "wgmma")
-    if spec.wgmma and not has_gluon():
-        raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")
 
 
 def _set_pages(spec: PageWriterSpec | DecodeSpec | PrefillSpec) -> None:
@@ -201,8 +200,8 @@ class DecodeSpec:
         _check_heads(self.num_heads, self.top_k)
         _check_range("rows", self.rows, 1, MAX_ROWS)
         _check_range("width", self.width, 1, MAX_KEYS // PAGE_TOKENS)
-        _check_flags(self, "has_slots", "has_scores", "pdl")
-        _check_wgmma(self)
+        _check_flags(self, "has_slots", "has_scores", "pdl", "wgmma")
+        check_wgmma(self.wgmma)
         chosen: Any = self.is_filtered
         if chosen is not None and not isinstance(chosen, bool):
             raise InvalidArgumentError(f"is_filtered: got {chosen!r}, must be None, True or False")
@@ -322,8 +321,8 @@ class PrefillSpec:
             raise InvalidArgumentError(
                 f"num_keys, width: got {self.num_keys} and {self.width}, must be one of them"
             )
-        _check_flags(self, "has_slots", "has_scores", "pdl")
-        _check_wgmma(self)
+        _check_flags(self, "has_slots", "has_scores", "pdl", "wgmma")
+        check_wgmma(self.wgmma)
         _check_range("num_requests", self.num_requests, 1, 1 << 24)
         _set_pages(self)
         if self.num_keys is None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Binary",
+    "check_wgmma",
     "checked_target",
     "compile_all",
     "has_gluon",
@@ -159,6 +160,16 @@ def has_gluon() -> bool:
 def supports_wgmma(target: str) -> bool:
     """Whether kernels for a target can use Hopper's own products: sm_90, and Gluon."""
     return checked_target(target) == 90 and has_gluon()
+
+
+def check_wgmma(wgmma: bool) -> None:
+    """Refuse a spec whose kernels may be Hopper's own where Triton has no Gluon for them.
+
+    Raises
+        UnsupportedError: wgmma is True, and Triton before 3.6.
+    """
+    if wgmma and not has_gluon():
+        raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")
 
 
 def identity(kernel: Kernel, key: LaunchKey, target: str) -> str:

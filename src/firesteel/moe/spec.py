@@ -9,7 +9,12 @@ from typing import Any
 
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.launch import NUM_TOKENS, Flags, Launch, Operand, Region
-from firesteel.launch.binary import has_gluon, supports_dependent_launch, supports_wgmma
+from firesteel.launch.binary import (
+    check_wgmma,
+    has_gluon,
+    supports_dependent_launch,
+    supports_wgmma,
+)
 from firesteel.moe.activation import Activation
 from firesteel.moe.tuning import LayerTiles, TileTable, layer_tiles, recipe_name
 from firesteel.moe.tuning_file import default_table
@@ -166,8 +171,7 @@ class MoeSpec:
             raise InvalidArgumentError(
                 f"table: got {table!r}, must be a TileTable: `find_table` gives one by name or file"
             )
-        if self.wgmma and not has_gluon():
-            raise UnsupportedError("wgmma: got True, must be False with Triton before 3.6")
+        check_wgmma(self.wgmma)
         check_dtype(self.dtype)
         if self.hidden_size % ROW_UNIT:
             raise UnsupportedError(
