@@ -20,6 +20,7 @@ __all__ = [
     "stream_getter",
     "synchronize",
     "syncs_warn",
+    "wait_for_stream",
 ]
 
 
@@ -66,6 +67,16 @@ def stream_getter(device: torch.device) -> Callable[[int], int]:
 def is_capturing(device: torch.device) -> bool:
     """Whether the device's current stream is under CUDA graph capture."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def wait_for_stream(device: torch.device, stream: int) -> None:
+    """Make the device's current stream wait for what the one of a handle was given; no sync."""
+    if device.type == "cuda":
+        default = torch.cuda.default_stream(device)
+        # Of handle 0 torch would make a new stream.
+        is_default = stream == default.cuda_stream
+        other = default if is_default else torch.cuda.ExternalStream(stream, device=device)
+        torch.cuda.current_stream(device).wait_stream(other)
 
 
 def device_target(device: torch.device) -> str:

@@ -1,5 +1,7 @@
 """What ranks hold of a layer's experts makes up the whole layer, in every format."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -134,31 +136,39 @@ def test_what_is_not_there_is_refused(layer, asked, message):
         shard_layer(layer, **asked)
 
 
-def _rank_main(rank: int, store: str, path: str) -> None:
-    """What a rank of two does: experts 0 and 1 whole on rank 0, and of the rest half of each."""
+def _rank_main(rank: int, store: str, paths: list[Path]) -> None:
+    """What a rank of two does with each: expert 0 whole on rank 0, and of the rest half of each."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2
     )
-    layer = scan(Checkpoint.open(path)).experts[-1]
-    x, ids, gates = torch.load(f"{path}/../call.pt")
-    shared = shard_layer(layer, held=[2, 3], rank=rank, count=2)
-    total = run(*weights_of(shared, path), x, expert_map(4, [2, 3])[ids], gates)
-    if rank == 0:
-        own = shard_layer(layer, held=[0, 1])
-        total += run(*weights_of(own, path), x, expert_map(4, [0, 1])[ids], gates)
-    torch.distributed.all_reduce(total)
-    if rank == 1:
-        torch.save(total, f"{path}/../total.pt")
+    for path in paths:
+        layer = scan(Checkpoint.open(path)).experts[-1]
+        x, ids, gates = torch.load(path / "call.pt")
+        shared = shard_layer(layer, held=[1, 2, 3], rank=rank, count=2)
+        total = run(*weights_of(shared, path), x, expert_map(4, [1, 2, 3])[ids], gates)
+        if rank == 0:
+            own = shard_layer(layer, held=[0])
+            total += run(*weights_of(own, path), x, expert_map(4, [0])[ids], gates)
+        torch.distributed.all_reduce(total)
+        if rank == 1:
+            torch.save(total, path / "total.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_add_up_to_the_whole(layer, tmp_path):
-    path = tmp_path / "it"
+def test_two_processes_add_up_to_the_whole_in_every_format(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 128, generator=generator, dtype=torch.float64)
-    ids, gates = torch.randint(0, 4, (5, 2), generator=generator), torch.rand(5, 2)
-    torch.save((x, ids, gates), tmp_path / "call.pt")
-    torch.multiprocessing.spawn(_rank_main, (str(tmp_path / "store"), str(path)), nprocs=2)
-    wanted = run(*weights_of(layer, path), x, ids, gates)
-    total = torch.load(tmp_path / "total.pt")
-    assert torch.allclose(total, wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
+    wanted = {}
+    for name, family, _ in CASES:
+        path = tmp_path / name
+        layer = layer_of(path, family, STORAGES[name], 192)
+        whole, biases = weights_of(layer, path)
+        x = torch.randn(5, whole[0][0].shape[1], generator=generator, dtype=torch.float64)
+        ids = torch.randint(0, 4, (5, 2), generator=generator)
+        gates = torch.rand(5, 2, generator=generator)
+        torch.save((x, ids, gates), path / "call.pt")
+        wanted[path] = run(whole, biases, x, ids, gates)
+    torch.multiprocessing.spawn(_rank_main, (str(tmp_path / "store"), list(wanted)), nprocs=2)
+    for path, output in wanted.items():
+        total = torch.load(path / "total.pt")
+        atol = 1e-6 * output.abs().max().item()
+        assert torch.allclose(total, output, rtol=1e-6, atol=atol), path.name

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firesteel.device import device_target, is_capturing, stream_getter
+from firesteel.device import device_target, is_capturing, stream_getter, wait_for_stream
 from firesteel.errors import UnsupportedError
 from firesteel.formats.packed import PackedWeights
 from firesteel.formats.trellis_matrix import TrellisScheme
@@ -20,7 +20,7 @@ from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.launch import Arena, Ready, plan, prewarm
 from firesteel.modules.packed import PackedExperts, PackedLinear
 from firesteel.moe.layer import MoeLayer, operand_tensors
-from firesteel.moe.spec import MoeSpec
+from firesteel.moe.spec import ID_DTYPES, MoeSpec
 from firesteel.moe.supports import check_scale_range, moe_spec_of
 from firesteel.moe.trellis.layer import TrellisLinear, linear_tensors, trellis_tensors
 from firesteel.moe.trellis.linear import PlannedSpec, TrellisLinearSpec
@@ -56,6 +56,7 @@ class KernelReport:
         num_linears      EXL3 linears that do, and
         refused_linears  those that do not
         ready            the prewarmed plans, one a geometry and device
+        arenas           the workspaces that they share, of each device
     """
 
     num_layers: int = 0
@@ -63,6 +64,7 @@ class KernelReport:
     num_linears: int = 0
     refused_linears: dict[str, int] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
+    arenas: list[Arenas] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles go without what belongs to this process and device."""
@@ -87,11 +89,12 @@ class KernelReport:
                 }
                 for ready in self.ready
             ],
+            "arenas": [arenas.as_dict() for arenas in self.arenas],
         }
 
 
 class LayerKernels:
-    """A layer's kernels, with an arena for each stream that calls it.
+    """A layer's kernels, with an arena for each stream that calls it, or one for all.
 
     Under torch.compile it is always the first arena: the compiled code must run on one stream.
     """
@@ -119,6 +122,9 @@ class LayerKernels:
         if torch.compiler.is_compiling():
             return self._first(*inputs)
         stream = self._stream_of(self._ready.device.index or 0)
+        if self._arenas.is_one:
+            self._arenas.hand_to(stream)
+            return self._first(*inputs)
         layer = self._layers.get(stream)
         if layer is None:
             layer = self._new_stream(stream)
@@ -135,14 +141,25 @@ class LayerKernels:
 
 
 class Arenas:
-    """The arenas of one device: one a stream, each large enough for every plan there."""
+    """The arenas of one device, each large enough for every plan there: one a stream, or one.
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    Args:
+        is_one: streams use the first arena in turn, and none is allocated later.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, *, is_one: bool = False) -> None:
         self._num_bytes = num_bytes
         self._device = device
+        self.is_one = is_one
         self.first = Arena.allocate(num_bytes, device)
         self._by_stream: dict[int, Arena] = {}
         self._lock = threading.Lock()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Where they are, bytes of each, and how many there are; for JSON."""
+        with self._lock:
+            count = len({id(arena) for arena in (self.first, *self._by_stream.values())})
+        return {"device": str(self._device), "bytes": self._num_bytes, "count": count}
 
     def of(self, stream: int) -> Arena:
         """The arena of a stream, allocated when a stream is first seen."""
@@ -151,6 +168,19 @@ class Arenas:
             if found is None:
                 found = self._by_stream[stream] = self._new(stream)
             return found
+
+    def hand_to(self, stream: int) -> None:
+        """Give the first arena to the current stream, which waits for the last one's calls.
+
+        A stream under capture is let through, as by the arena itself.
+        """
+        if self.first.owner == stream or is_capturing(self._device):
+            return
+        with self._lock:
+            owner = self.first.owner
+            if owner not in (None, stream):
+                wait_for_stream(self._device, owner)
+                self.first.release()
 
     def _new(self, stream: int) -> Arena:
         # Compiled code may have taken the first one on a stream that is not known here.
@@ -173,6 +203,8 @@ def attach_kernels(
     *,
     top_k: int,
     dtype: torch.dtype,
+    ids: Sequence[str] = ID_DTYPES,
+    one_arena: bool = False,
     settings: Settings | None = None,
 ) -> KernelReport:
     """Plan, prewarm and bind the kernels of every layer on a GPU that has them.
@@ -185,6 +217,9 @@ def attach_kernels(
         linears: its packed linears, filled.
         top_k: experts a token.
         dtype: of hidden states.
+        ids: types of expert ids that calls come with, "i32" or "i64"; both by default.
+        one_arena: streams share a device's workspace, each call after the last, so that none is
+            allocated later; else each stream has its own, and streams run side by side.
         settings: the environment's by default.
     """
     settings = Settings.from_env() if settings is None else settings
@@ -206,15 +241,18 @@ def attach_kernels(
     ready: dict[Planned, Ready] = {}
     for key in dict.fromkeys(key for _, key in wanted):
         spec, device = key
+        flags = {"ids": ids} if "ids" in spec.flags() else {}
         ready[key] = prewarm(
-            plan(spec, spec.planned_tokens(settings.max_tokens)),
+            plan(spec, spec.planned_tokens(settings.max_tokens), flags=flags),
             device=device,
             settings=settings,
             show_progress=sys.stderr.isatty(),
         )
     arenas = {
         device: Arenas(
-            max(r.plan.workspace.num_bytes for (_, d), r in ready.items() if d == device), device
+            max(r.plan.workspace.num_bytes for (_, d), r in ready.items() if d == device),
+            device,
+            is_one=one_arena,
         )
         for device in {device for _, device in ready}
     }
@@ -228,6 +266,7 @@ def attach_kernels(
             module.kernels = LayerKernels(ready[key], _tensors_of(module), arenas[key[1]])
             report.num_layers += 1
     report.ready = list(ready.values())
+    report.arenas = list(arenas.values())
     return report
 
 

@@ -114,6 +114,32 @@ def test_each_stream_has_an_arena_of_its_own(little: Any) -> None:
             assert torch.equal(_logits(little, ids), expected)
 
 
+def test_streams_in_turn_share_one_arena(little: Any) -> None:
+    top_k = little.config.num_experts_per_tok
+    modules = _experts(little)
+    report = attach_kernels(modules, top_k=top_k, dtype=little.dtype, ids=("i32",), one_arena=True)
+    assert [key for key in report.ready[0].plan.tables] == [(("ids", "i32"),)]
+    # Large calls, so that the next one is enqueued long before the last has run.
+    generator = torch.Generator().manual_seed(0)
+    calls = []
+    for rows in (4096, 1, 4000, 64, 2):
+        x = torch.randn(rows, modules[0].hidden_dim, generator=generator).to(little.dtype).cuda()
+        ids = torch.randint(modules[0].num_experts, (rows, top_k), generator=generator)
+        calls.append((x, ids.int().cuda(), torch.rand(rows, top_k, generator=generator).cuda()))
+    with torch.no_grad():
+        wanted = [module(*call) for call in calls for module in modules]
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            got = []
+            for place, call in enumerate(calls):
+                with torch.cuda.stream(streams[place % 3]):
+                    got += [module(*call) for module in modules]
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert [arenas["count"] for arenas in report.as_dict()["arenas"]] == [1]
+
+
 def test_moving_a_model_leaves_the_kernels_and_says_so(
     little: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +170,8 @@ def test_a_model_on_kernels_can_be_copied_and_pickled(little: Any) -> None:
     assert (_logits(copy.deepcopy(little), ids) - expected).norm() <= 0.02 * expected.norm()
 
 
+# torch's own, of its inductor's first import.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_layer_is_the_eager_one(little: Any, backend: str) -> None:
     module = _experts(little)[0]

@@ -3,8 +3,9 @@
     python -m tests.integrations.vllm.engine < runs.json
 
 `runs.json` is a list of {"path", "prompts", "max_tokens", "options"}. Each gives a line on stdout
-that begins with `RESULT ` and is {"tokens", "logprobs", "reports"}, or {"error"}, its class first.
-`logprobs` are those of the likeliest first tokens of the first prompt.
+that begins with `RESULT ` and is {"tokens", "logprobs", "ready", "reports"}, or {"error"}, its
+class first. `logprobs` are those of the likeliest first tokens of the first prompt, `ready` the
+reports of before the first prompt, and `reports` those of after the last.
 """
 
 import json
@@ -15,13 +16,14 @@ import traceback
 from typing import Any
 
 MARK = "RESULT "
+EXTENSION = "firesteel.integrations.vllm.worker.WorkerExtension"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 
@@ -45,8 +47,6 @@ def run(runs: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
 def _run(path: str, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> Any:
     from vllm import LLM, SamplingParams
 
-    from firesteel.integrations.vllm.experts import report
-
     llm = LLM(
         path,
         **{
@@ -55,15 +55,18 @@ def _run(path: str, prompts: list[list[int]], max_tokens: int, options: dict[str
             "quantization": "firesteel",
             "dtype": "float32",
             "max_model_len": 128,
+            "worker_extension_cls": EXTENSION,
             **options,
         },
     )
+    ready = llm.collective_rpc("firesteel_report")
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, logprobs=5)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     first = outputs[0].outputs[0].logprobs[0]
     logprobs = {token: found.logprob for token, found in first.items()}
-    return {"tokens": tokens, "logprobs": logprobs, "reports": llm.apply_model(report)}
+    reports = llm.collective_rpc("firesteel_report")
+    return {"tokens": tokens, "logprobs": logprobs, "ready": ready, "reports": reports}
 
 
 def main() -> None:

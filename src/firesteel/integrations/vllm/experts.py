@@ -123,6 +123,9 @@ class FiresteelExperts(FusedMoEMethodBase):
             self.model.filled.values(),
             top_k=self.moe.experts_per_token,
             dtype=self.moe.in_dtype,
+            ids=("i32",),
+            # Experts run one after the other, also while the engine warms up on other streams.
+            one_arena=True,
             settings=self._settings,
         )
         self.model.kernels = kernels
@@ -131,6 +134,11 @@ class FiresteelExperts(FusedMoEMethodBase):
         for ready in kernels.ready:
             PlannedKernels(ready).register_warmup()
         log.info("%s", self.model.summary())
+
+    @property
+    def topk_indices_dtype(self) -> torch.dtype:
+        """Of the ids that the engine's routers give: the one type that is planned."""
+        return torch.int32
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of the engine reads the weights."""
@@ -185,7 +193,7 @@ def _fake_experts(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, place: str)
 def report(model: nn.Module) -> dict[str, Any] | None:
     """What firesteel packed of an engine's model, and the counters of its kernels, for JSON.
 
-    None where it loaded none of it. `llm.apply_model(report)` asks every worker.
+    None where it loaded none of it. `worker.WorkerExtension` lets an operator ask for it.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)

@@ -1,0 +1,113 @@
+"""vLLM's own engine on a GPU: experts on kernels that were planned and loaded before it was ready.
+
+Its monitor of compilers and its check of synchronisations make an error of what they find.
+"""
+
+import pytest
+import torch
+
+from tests.checkpoints import STORAGES, oracle, write
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.integrations.vllm.engine import run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+PROMPTS = [[1, 5, 9, 33, 77, 12], [4, 4, 8]]
+MAX_TOKENS = 8
+# Of logprobs.
+BOUND = 0.15
+OPTIONS = {
+    "dtype": "bfloat16",
+    "attention_backend": "TRITON_ATTN",
+    "gpu_memory_utilization": 0.1,
+    "jit_monitor_mode": "error",
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+}
+GRAPHS = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
+# Of decode alone, and no other compiler than ours.
+PLAIN_GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
+}
+CASES = [
+    ("qwen3_moe", "ct-w4-g32", GRAPHS),
+    ("qwen3_moe", "ct-w3-ten-a-word", PLAIN_GRAPHS),
+    ("qwen3_moe", "exl3-3-mcg", PLAIN_GRAPHS),
+    ("glm4_moe", "nvfp4", PLAIN_GRAPHS),
+    # After its warm-up vLLM compiles a kernel of attention in windows. Its monitor, once set, is
+    # that of the process.
+    ("gpt_oss", "mxfp4-gpt-oss", {**PLAIN_GRAPHS, "jit_monitor_mode": "warn"}),
+]
+
+
+def _first_logprobs(written):
+    """Of the token after the first prompt, by transformers' model of the stored numbers.
+
+    In bfloat16 as the engine's, which alone moves those of gpt-oss by 0.29 from fp32's.
+    """
+    with torch.no_grad():
+        logits = oracle(written, torch.bfloat16)(torch.tensor(PROMPTS[:1])).logits[0, -1]
+    return logits.float().log_softmax(dim=-1)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of each case what the engine gave and what it should."""
+    root = tmp_path_factory.mktemp("vllm")
+    runs, wanted = [], []
+    for place, (family, storage, options) in enumerate(CASES):
+        written = write(root / str(place), family, STORAGES[storage], linears=family != "gpt_oss")
+        given = {"path": str(written.path), "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+        runs.append({**given, "options": {**OPTIONS, **options}})
+        wanted.append(_first_logprobs(written))
+    got = [*_checked(runs[:-1]), *_checked(runs[-1:])]
+    return list(zip(got, wanted, strict=True))
+
+
+def _checked(runs):
+    return run(runs, VLLM_GPU_SYNC_CHECK="error")
+
+
+@pytest.mark.parametrize("place", range(len(CASES)), ids=["-".join(c[:2]) for c in CASES])
+def test_experts_run_on_what_was_planned(found, place):
+    got, wanted = found[place]
+    assert "error" not in got, got["error"]
+    assert [len(tokens) for tokens in got["tokens"]] == [MAX_TOKENS] * len(PROMPTS)
+    for token, logprob in got["logprobs"].items():
+        assert abs(logprob - wanted[int(token)]) < BOUND
+    for (before,), (after,) in [(got["ready"], got["reports"])]:
+        assert after["kernels"]["layers"] == after["layers"] == 2
+        assert after["kernels"]["refused"] == {}
+        (plan,), (ready,) = after["kernels"]["plans"], before["kernels"]["plans"]
+        assert plan["max_tokens"] == OPTIONS["max_num_batched_tokens"]
+        # Nothing was loaded after the engine was ready.
+        assert plan["prewarmed"] == ready["prewarmed"]
+        assert plan["prewarmed"]["loaded"] == plan["planned"]
+        assert plan["launches"] > ready["launches"] > 0
+        assert plan["misses"] == plan["launched_unplanned"] == []
+        # One workspace, which the engine's profile of its memory saw.
+        assert [a["count"] for a in before["kernels"]["arenas"]] == [1]
+        assert after["kernels"]["arenas"] == before["kernels"]["arenas"]
+
+
+def test_layers_without_kernels_are_refused_where_graphs_are_captured(tmp_path):
+    written = write(tmp_path / "a", "qwen3_moe", STORAGES["gptq-w4-desc_act"], linears=True)
+    given = {"path": str(written.path), "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    graphs, eager = run(
+        [
+            {**given, "options": {**OPTIONS, **PLAIN_GRAPHS}},
+            {**given, "options": OPTIONS},
+        ]
+    )
+    assert "enforce_eager: got False, must be True since" in graphs["error"]
+    assert list(eager["reports"][0]["kernels"]["refused"].values()) == [2]
+    wanted = _first_logprobs(written)
+    for token, logprob in eager["logprobs"].items():
+        assert abs(logprob - wanted[int(token)]) < BOUND
