@@ -3,15 +3,21 @@ import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from firesteel.errors import InvalidArgumentError
-from firesteel.settings import Settings, environment_markdown, variable
+from firesteel.settings import MANIFEST, Settings, environment_markdown, variable
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src" / "firesteel"
+
+# What `firesteel build` leaves.
+_made = TemporaryDirectory()
+BUNDLE = Path(_made.name)
+(BUNDLE / MANIFEST).touch()
 
 # Of each variable: text, what it means, and texts that are refused.
 VARIABLES: dict[str, tuple[str, object, tuple[str, ...]]] = {
@@ -20,6 +26,7 @@ VARIABLES: dict[str, tuple[str, object, tuple[str, ...]]] = {
     "FIRESTEEL_COMPILE_THREADS": ("3", 3, ("", "-1", "two", "1.0", "٣", "9" * 5000)),
     "FIRESTEEL_CACHE": ("off", "off", ("", "0", "false")),
     "FIRESTEEL_CACHE_DIR": ("/tmp/somewhere", Path("/tmp/somewhere"), ("", "  ")),
+    "FIRESTEEL_BUNDLE": (str(BUNDLE), BUNDLE, ("", "/", "nowhere")),
     "FIRESTEEL_MAX_TOKENS": (" 17 ", 17, ("", "0", "-5", "1e3", "0x10")),
     "FIRESTEEL_VLLM": ("auto", "auto", ("", "on", "AUTO")),
 }
@@ -53,8 +60,8 @@ def test_a_wrong_value_is_refused_by_the_variables_name(name: str, text: str) ->
         ("FIRESTEEL_ON_MIS", "FIRESTEEL_ON_MIS: no such variable; did you mean FIRESTEEL_ON_MISS?"),
         ("FIRESTEEL_CACHEDIR", "did you mean FIRESTEEL_CACHE_DIR?"),
         ("FIRESTEEL_on_miss", "FIRESTEEL_on_miss: no such variable; did you mean FIRESTEEL_ON_M"),
-        ("FIRESTEEL_FOO", "no such variable; there are FIRESTEEL_CACHE, FIRESTEEL_CACHE_DIR, "),
-        ("FIRESTEEL_", "no such variable; there are FIRESTEEL_CACHE, FIRESTEEL_CACHE_DIR, "),
+        ("FIRESTEEL_FOO", "no such variable; there are FIRESTEEL_BUNDLE, FIRESTEEL_CACHE, "),
+        ("FIRESTEEL_", "no such variable; there are FIRESTEEL_BUNDLE, FIRESTEEL_CACHE, "),
         ("FIRESTEEL_Z" * 3, "no such variable"),
     ],
 )

@@ -15,9 +15,11 @@ from typing import Any, Literal, cast, get_args
 
 from firesteel.errors import InvalidArgumentError
 
-__all__ = ["OnMiss", "Settings", "environment_markdown"]
+__all__ = ["MANIFEST", "OnMiss", "Settings", "environment_markdown"]
 
 PREFIX = "FIRESTEEL_"
+MANIFEST = "manifest.json"
+"""The file that a bundle has."""
 
 OnMiss = Literal["raise", "warn", "compile"]
 LaunchWith = Literal["auto", "native", "python"]
@@ -36,6 +38,8 @@ class Settings:
         compile_threads  threads that compile at once; 0 for one a CPU
         cache            "off" neither reads nor writes compiled kernels on disk
         cache_dir        where compiled kernels are kept
+        bundle           what `firesteel build` made: kernels are loaded from it before the cache
+                         and the compiler are asked
         max_tokens       largest token count that a model's layers are planned for; a longer call
                          runs in slices of it. vLLM's own limit takes its place there
         vllm             "auto" loads every quantised mixture of experts that vLLM is given and
@@ -50,6 +54,7 @@ class Settings:
     compile_threads: int = 0
     cache: Switch = "on"
     cache_dir: Path = Path("~/.cache/firesteel")
+    bundle: Path | None = None
     max_tokens: int = 4096
     vllm: Claim = "off"
 
@@ -59,6 +64,8 @@ class Settings:
         _check_choice("cache", self.cache, get_args(Switch))
         if not isinstance(cast(object, self.cache_dir), Path):
             raise InvalidArgumentError(f"cache_dir: got {self.cache_dir!r}, must be a Path")
+        if not isinstance(cast(object, self.bundle), Path | None):
+            raise InvalidArgumentError(f"bundle: got {self.bundle!r}, must be a Path or None")
         _check_count("compile_threads", self.compile_threads, 0)
         _check_count("max_tokens", self.max_tokens, 1)
         _check_choice("vllm", self.vllm, get_args(Claim))
@@ -138,6 +145,16 @@ def _path(name: str, text: str) -> Path:
     return Path(text)
 
 
+def _bundle(name: str, text: str) -> Path:
+    # Before a model's weights are read, not when kernels are loaded after them.
+    path = _path(name, text).expanduser()
+    if not (path / MANIFEST).is_file():
+        raise InvalidArgumentError(
+            f"{name}: got {text!r}, must be a folder of `firesteel build`, with its {MANIFEST}"
+        )
+    return path
+
+
 def _nearest(name: str) -> str:
     # Without the prefix, which makes every name close to every other.
     close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), _PARSERS, n=1)
@@ -152,6 +169,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "compile_threads": _count(0),
     "cache": _choice(*get_args(Switch)),
     "cache_dir": _path,
+    "bundle": _bundle,
     "max_tokens": _count(1),
     "vllm": _choice(*get_args(Claim)),
 }
@@ -162,6 +180,7 @@ _ALLOWED = {
     "compile_threads": "an integer from 0",
     "cache": ", ".join(get_args(Switch)),
     "cache_dir": "a folder",
+    "bundle": "a folder",
     "max_tokens": "an integer from 1",
     "vllm": ", ".join(get_args(Claim)),
 }

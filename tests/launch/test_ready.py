@@ -162,6 +162,11 @@ def test_a_bundle_needs_no_compiler(driver: StubDriver, tmp_path: Path) -> None:
     assert counts(ready) == (0, 0, ALL, ALL)
     assert compiler.asked == []
     assert counts(ready_on_stub(PLAN, driver, bundle=str(bundle))) == (0, 0, ALL, ALL)
+    settings = Settings(bundle=bundle)
+    assert counts(ready_on_stub(PLAN, driver, settings=settings)) == (0, 0, ALL, ALL)
+    # One that is passed comes first.
+    with pytest.raises(InvalidArgumentError, match=r"bundle: .* has no readable manifest"):
+        ready_on_stub(PLAN, driver, settings=settings, bundle=tmp_path)
 
 
 def test_what_a_bundle_lacks_comes_from_the_cache_and_the_compiler(

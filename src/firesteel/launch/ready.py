@@ -62,7 +62,7 @@ def prewarm(
         made: what `plan` returned.
         device: the current GPU by default; "cpu" only with a driver that pretends to be one.
         settings: the environment's by default, which is read here and never again.
-        bundle: a folder that `firesteel build` made.
+        bundle: a folder that `firesteel build` made; that of the settings by default.
         driver: CUDA's by default.
         show_progress: a bar with the time left, on stderr.
 
@@ -76,6 +76,7 @@ def prewarm(
     where = _checked_device(device, driver)
     register()
     ready = Ready(made, where, driver or Driver.open(), settings)
+    bundle = settings.bundle if bundle is None else bundle
     ready.load(made, None if bundle is None else Bundle(Path(bundle)), show_progress)
     return ready
 

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from firesteel.errors import InvalidArgumentError
 from firesteel.launch.binary import FORMAT, Binary, triton_version
+from firesteel.settings import MANIFEST
 
 __all__ = ["Bundle", "Cache", "check_out", "write_bundle"]
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = "manifest.json"
 _MANIFEST_CLASSES = {"format": int, "triton": str, "targets": list, "plans": list, "entries": dict}
 _SUFFIX = ".kernel"
 
@@ -88,10 +88,10 @@ class Bundle:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest = _checked_manifest(json.loads((folder / _MANIFEST).read_bytes()))
+            self.manifest = _checked_manifest(json.loads((folder / MANIFEST).read_bytes()))
         except (OSError, ValueError, RecursionError) as error:
             raise InvalidArgumentError(
-                f"bundle: {folder} has no readable {_MANIFEST}: {error!r}; "
+                f"bundle: {folder} has no readable {MANIFEST}: {error!r}; "
                 "must be a folder that `firesteel build` made"
             ) from error
         if self.manifest["format"] != FORMAT:
@@ -193,7 +193,7 @@ def write_bundle(
             "plans": sorted(plans),
             "entries": entries,
         }
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         partial.chmod(0o755)
         partial.replace(folder)
     except OSError as error:

@@ -132,7 +132,7 @@ def _on_stub(made: Plan, record: dict[str, Any], say: Callable[[str], None]) -> 
     made = plan(small, made.max_tokens)
     say("prewarming against the stub driver")
     with TemporaryDirectory() as folder:
-        settings = replace(Settings.from_env(), cache_dir=Path(folder))
+        settings = replace(Settings.from_env(), bundle=None, cache_dir=Path(folder))
         ready = prewarm(made, device=cpu, driver=StubDriver.open(), settings=settings)
     layer = MoeLayer(ready, random_weights(small, cpu), ready.arena())
     call = random_call(small, min(max(HOST_SIZES), made.max_tokens), cpu)
@@ -151,7 +151,8 @@ def _spec(made: Plan) -> MoeSpec:
 def _time_prewarm(made: Plan, device: torch.device, driver: Driver) -> tuple[dict[str, Any], Ready]:
     """Seconds to be ready with nothing on disk, and with a bundle."""
     with TemporaryDirectory() as folder:
-        settings = replace(Settings.from_env(), cache="on", cache_dir=Path(folder) / "cache")
+        nothing = {"bundle": None, "cache": "on", "cache_dir": Path(folder) / "cache"}
+        settings = replace(Settings.from_env(), **nothing)
         cold = prewarm(made, device=device, driver=driver, settings=settings)
         bundle = Path(folder) / "bundle"
         num_bytes = build(made, targets=[cold.target], out=bundle)

@@ -96,7 +96,7 @@ class Compiler:
         *,
         wgmma_shared_bytes: int | None = None,
     ) -> None:
-        self.settings = replace(Settings.from_env(), cache="on", cache_dir=folder)
+        self.settings = replace(Settings.from_env(), bundle=None, cache="on", cache_dir=folder)
         self.num_compiled = 0
         self._target = target
         self._cache = Cache(self.settings.cache_path)

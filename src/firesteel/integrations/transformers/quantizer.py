@@ -34,6 +34,7 @@ from firesteel.modules.packed import (
     experts_forward,
 )
 from firesteel.moe.activation import Activation
+from firesteel.settings import Settings
 
 __all__ = ["METHOD", "FiresteelConfig", "FiresteelQuantizer"]
 
@@ -84,6 +85,8 @@ class FiresteelQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: FiresteelConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        # A wrong variable ends here, not when all weights are read.
+        self._settings = Settings.from_env()
         self._plan: LoadPlan | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -173,6 +176,7 @@ class FiresteelQuantizer(HfQuantizer):
             map(model.get_submodule, self._plan.packed),
             top_k=model.config.num_experts_per_tok,
             dtype=model.dtype,
+            settings=self._settings,
         )
         self.report = report.with_kernels(kernels)
         self.quantization_config.saved = saved_config(self._plan)
