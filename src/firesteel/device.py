@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from firesteel.errors import InvalidArgumentError
+from firesteel.errors import ArenaError, InvalidArgumentError
 
 __all__ = [
     "allocations",
@@ -66,17 +66,31 @@ def stream_getter(device: torch.device) -> Callable[[int], int]:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the device's current stream is under CUDA graph capture."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def wait_for_stream(device: torch.device, stream: int) -> None:
-    """Make the device's current stream wait for what the one of a handle was given; no sync."""
-    if device.type == "cuda":
-        default = torch.cuda.default_stream(device)
-        # Of handle 0 torch would make a new stream.
-        is_default = stream == default.cuda_stream
-        other = default if is_default else torch.cuda.ExternalStream(stream, device=device)
-        torch.cuda.current_stream(device).wait_stream(other)
+    """Make the device's current stream wait for what the one of a handle was given; no sync.
+
+    Raises
+        ArenaError: that one is under capture, which the wait would make this one a part of.
+    """
+    if device.type != "cuda":
+        return
+    default = torch.cuda.default_stream(device)
+    # Of handle 0 torch would make a new stream.
+    is_default = stream == default.cuda_stream
+    other = default if is_default else torch.cuda.ExternalStream(stream, device=device)
+    with torch.cuda.stream(other):
+        if torch.cuda.is_current_stream_capturing():
+            raise ArenaError(
+                f"arena: stream {stream:#x} used it last and is under CUDA graph capture, must not "
+                "be while another stream runs what shares the arena"
+            )
+    torch.cuda.current_stream(device).wait_stream(other)
 
 
 def device_target(device: torch.device) -> str:

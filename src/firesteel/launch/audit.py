@@ -83,7 +83,7 @@ class Audit:
 
     Fields
         prewarmed  how many kernels came from where
-        seen       what was seen while a watch was on
+        seen       what was seen while a watch was on; None where none ever was
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class Audit:
         self._live: dict[int, tuple[Table, RunnerLike]] = {}
         self._misses: dict[tuple[str, LaunchKey | None], tuple[Miss, int]] = {}
         self._num_left_out = 0
-        self.seen = Seen()
+        self.seen: Seen | None = None
         self.prewarmed = Prewarmed()
 
     def note(self, miss: Miss) -> bool:
@@ -110,6 +110,13 @@ class Audit:
             else:
                 self._num_left_out += 1
         return known is None
+
+    def saw(self, seen: Seen) -> None:
+        """Add the counts of a watch."""
+        with self._lock:
+            if self.seen is None:
+                self.seen = Seen()
+            self.seen.add(seen)
 
     def follow(
         self, caller: Bound | Callable[..., object], table: Table, runner: RunnerLike
@@ -159,7 +166,7 @@ class Audit:
             "misses": [{**miss.as_dict(), "count": count} for miss, count in misses],
             "misses_left_out": left_out,
             "prewarmed": asdict(self.prewarmed),
-            "seen_in_run": self.seen.as_dict(),
+            "seen_in_run": None if self.seen is None else self.seen.as_dict(),
         }
 
 

@@ -204,7 +204,7 @@ class Ready:
             with watch(self.device, seen):
                 yield seen
         finally:
-            self.audit.seen.add(seen)
+            self.audit.saw(seen)
 
     def function(self, key: LaunchKey) -> tuple[LoadedFunction, Binary]:
         """What is loaded for a key of the plan."""

@@ -18,6 +18,7 @@ from firesteel.formats.packed import PackedWeights
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.launch import Arena, Ready, plan, prewarm
+from firesteel.launch.workspace import Workspace
 from firesteel.modules.packed import PackedExperts, PackedLinear
 from firesteel.moe.layer import MoeLayer, operand_tensors
 from firesteel.moe.spec import ID_DTYPES, MoeSpec
@@ -33,7 +34,14 @@ from firesteel.moe.trellis.supports import (
 from firesteel.moe.tuning_file import table_of_device
 from firesteel.settings import Settings
 
-__all__ = ["Arenas", "KernelReport", "LayerKernels", "attach_kernels", "why_no_kernels"]
+__all__ = [
+    "Arenas",
+    "KernelReport",
+    "LayerKernels",
+    "attach_kernels",
+    "why_no_kernels",
+    "workspace_bytes",
+]
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +131,9 @@ class LayerKernels:
             return self._first(*inputs)
         stream = self._stream_of(self._ready.device.index or 0)
         if self._arenas.is_one:
-            self._arenas.hand_to(stream)
-            return self._first(*inputs)
+            with self._arenas.turn:
+                self._arenas.hand_to(stream)
+                return self._first(*inputs)
         layer = self._layers.get(stream)
         if layer is None:
             layer = self._new_stream(stream)
@@ -145,12 +154,17 @@ class Arenas:
 
     Args:
         is_one: streams use the first arena in turn, and none is allocated later.
+
+    Fields
+        first  the arena of the first stream, or of all
+        turn   held while a stream uses the one arena, from `hand_to` to its last launch
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, is_one: bool = False) -> None:
         self._num_bytes = num_bytes
         self._device = device
         self.is_one = is_one
+        self.turn = threading.Lock()
         self.first = Arena.allocate(num_bytes, device)
         self._by_stream: dict[int, Arena] = {}
         self._lock = threading.Lock()
@@ -172,15 +186,16 @@ class Arenas:
     def hand_to(self, stream: int) -> None:
         """Give the first arena to the current stream, which waits for the last one's calls.
 
-        A stream under capture is let through, as by the arena itself.
+        Whoever calls holds `turn` until its launches are enqueued. A stream under capture is let
+        through, as by the arena itself: its replays are in the order that their caller gives them.
+
+        Raises
+            ArenaError: the last stream is under capture.
         """
-        if self.first.owner == stream or is_capturing(self._device):
-            return
-        with self._lock:
-            owner = self.first.owner
-            if owner not in (None, stream):
-                wait_for_stream(self._device, owner)
-                self.first.release()
+        owner = self.first.owner
+        if owner not in (None, stream) and not is_capturing(self._device):
+            wait_for_stream(self._device, owner)
+            self.first.release()
 
     def _new(self, stream: int) -> Arena:
         # Compiled code may have taken the first one on a stream that is not known here.
@@ -249,7 +264,7 @@ def attach_kernels(
             show_progress=sys.stderr.isatty(),
         )
     arenas = {
-        device: Arenas(
+        device: _arenas(
             max(r.plan.workspace.num_bytes for (_, d), r in ready.items() if d == device),
             device,
             is_one=one_arena,
@@ -268,6 +283,28 @@ def attach_kernels(
     report.ready = list(ready.values())
     report.arenas = list(arenas.values())
     return report
+
+
+def _arenas(num_bytes: int, device: torch.device, *, is_one: bool) -> Arenas:
+    try:
+        return Arenas(num_bytes, device, is_one=is_one)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"workspace: {num_bytes:,} bytes of kernels do not fit on {device}; lower "
+            "FIRESTEEL_MAX_TOKENS, in vLLM --max-num-batched-tokens"
+        ) from error
+
+
+def workspace_bytes(
+    module: PackedExperts, *, top_k: int, dtype: torch.dtype, max_tokens: int
+) -> int:
+    """Of the workspace that a layer's kernels will take, before it is filled.
+
+    Raises
+        UnsupportedError: it has no kernels.
+    """
+    spec = _spec_of(module, top_k, dtype)
+    return Workspace.of(spec.workspace(spec.planned_tokens(max_tokens))).num_bytes
 
 
 def why_no_kernels(module: PackedExperts, *, top_k: int, dtype: torch.dtype) -> str | None:

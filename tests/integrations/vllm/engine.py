@@ -3,9 +3,12 @@
     python -m tests.integrations.vllm.engine < runs.json
 
 `runs.json` is a list of {"path", "prompts", "max_tokens", "options"}. Each gives a line on stdout
-that begins with `RESULT ` and is {"tokens", "logprobs", "ready", "reports"}, or {"error"}, its
-class first. `logprobs` are those of the likeliest first tokens of the first prompt, `ready` the
-reports of before the first prompt, and `reports` those of after the last.
+that begins with `RESULT ` and is {"error"}, its class first, or
+
+    tokens         of each prompt
+    logprobs       of the likeliest first tokens of the first prompt
+    ready, arenas  workers' reports, and how many arenas the process had, before the first prompt;
+    reports        and after the last one, as the second of `arenas`
 """
 
 import json
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import traceback
 from typing import Any
+from unittest.mock import Mock, patch
 
 MARK = "RESULT "
 EXTENSION = "firesteel.integrations.vllm.worker.WorkerExtension"
@@ -47,26 +51,33 @@ def run(runs: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
 def _run(path: str, prompts: list[list[int]], max_tokens: int, options: dict[str, Any]) -> Any:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        path,
-        **{
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "quantization": "firesteel",
-            "dtype": "float32",
-            "max_model_len": 128,
-            "worker_extension_cls": EXTENSION,
-            **options,
-        },
-    )
-    ready = llm.collective_rpc("firesteel_report")
+    from firesteel.launch import Arena
+
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, logprobs=5)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+    allocate = Mock(side_effect=Arena.allocate)
+    with patch.object(Arena, "allocate", allocate):
+        llm = LLM(
+            path,
+            **{
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "quantization": "firesteel",
+                "dtype": "float32",
+                "max_model_len": 128,
+                "worker_extension_cls": EXTENSION,
+                **options,
+            },
+        )
+        ready = llm.collective_rpc("firesteel_report")
+        arenas = [allocate.call_count]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        reports = llm.collective_rpc("firesteel_report")
+        arenas.append(allocate.call_count)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     first = outputs[0].outputs[0].logprobs[0]
     logprobs = {token: found.logprob for token, found in first.items()}
-    reports = llm.collective_rpc("firesteel_report")
-    return {"tokens": tokens, "logprobs": logprobs, "ready": ready, "reports": reports}
+    reported = {"ready": ready, "reports": reports, "arenas": arenas}
+    return {"tokens": tokens, "logprobs": logprobs, **reported}
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 import inspect
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytestmark = [
     pytest.mark.vllm,
@@ -71,6 +73,59 @@ def test_methods_take_what_vllm_gives_them(plugin):
         "override_quantization_method",
         "process_weights_after_loading",
     }
+
+
+def test_routers_give_the_type_of_ids_that_is_planned(plugin):
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    _, experts, _ = plugin
+    method = object.__new__(experts.FiresteelExperts)
+    assert method.topk_indices_dtype is torch.int32
+    asked = "topk_indices_dtype=self._quant_method.topk_indices_dtype"
+    assert asked in inspect.getsource(MoERunner).replace(" ", "")
+    assert "_convert_indices_dtype(topk_ids, topk_indices_dtype)" in inspect.getsource(
+        BaseRouter._select_experts
+    )
+    ids = BaseRouter._convert_indices_dtype(None, torch.zeros(2, dtype=torch.int64), torch.int32)
+    assert ids.dtype is torch.int32
+
+
+def test_kernels_are_attached_within_the_engine_s_limits(plugin, monkeypatch):
+    from firesteel.modules.kernels import KernelReport
+    from firesteel.settings import Settings
+
+    _, experts, _ = plugin
+    given, registered = {}, []
+
+    def attach(layers, **options):
+        given.update(options, layers=list(layers))
+        return KernelReport(num_layers=1, ready=["a plan"])
+
+    planned = SimpleNamespace(register_warmup=lambda: registered.append("a plan"))
+    monkeypatch.setattr(experts, "attach_kernels", attach)
+    monkeypatch.setattr(experts, "PlannedKernels", {"a plan": planned}.get)
+    model = SimpleNamespace(filled={"0": "a layer"}, summary=str, kernels=None)
+    moe = SimpleNamespace(experts_per_token=3, in_dtype=torch.bfloat16)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=77),
+        model_config=SimpleNamespace(enforce_eager=False),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    monkeypatch.setattr(experts, "get_current_vllm_config", lambda: config)
+    settings = Settings(launcher="python", max_tokens=5)
+    method = experts.FiresteelExperts(moe, model, None, settings)
+    method._attach(torch.device("cuda"))
+    assert given == {
+        "layers": ["a layer"],
+        "top_k": 3,
+        "dtype": torch.bfloat16,
+        "ids": ("i32",),
+        "one_arena": True,
+        "settings": Settings(launcher="python", max_tokens=77),
+    }
+    assert registered == ["a plan"]
+    assert model.kernels.num_layers == 1
 
 
 def test_layers_and_configs_have_what_is_read_of_them():

@@ -176,3 +176,13 @@ def test_it_claims_what_it_is_told_to_and_nothing_else(tmp_path):
     assert "nothing in" in refused["error"]
     (left,) = run([{"path": str(quantised.path), **given}])
     assert left.get("reports") in (None, [None])
+
+
+def test_linears_alone_are_reported_too(tmp_path):
+    storage = STORAGES["ct-w4-g32"]
+    written = write(tmp_path / "a", "qwen3_moe", storage, linears=True, plain_layers=(0, 1, 2))
+    (got,) = run([{"path": str(written.path), "prompts": PROMPTS, "max_tokens": 2, "options": {}}])
+    (report,) = got["reports"]
+    assert (report["layers"], report["kernels"]) == (0, None)
+    # Three layers of q, k, v and o, and the dense one's gate, up and down.
+    assert report["expanded_linears"] == 15

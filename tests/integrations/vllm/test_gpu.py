@@ -92,9 +92,8 @@ def test_experts_run_on_what_was_planned(found, place):
         assert plan["prewarmed"]["loaded"] == plan["planned"]
         assert plan["launches"] > ready["launches"] > 0
         assert plan["misses"] == plan["launched_unplanned"] == []
-        # One workspace, which the engine's profile of its memory saw.
-        assert [a["count"] for a in before["kernels"]["arenas"]] == [1]
-        assert after["kernels"]["arenas"] == before["kernels"]["arenas"]
+        # No stream of the engine's warm-up or of its steps took memory.
+        assert got["arenas"] == [1, 1]
 
 
 def test_layers_without_kernels_are_refused_where_graphs_are_captured(tmp_path):

@@ -13,6 +13,7 @@ from firesteel.integrations.vllm.limits import (
     check_graphs,
     check_layer,
     check_load_format,
+    check_workspace,
     held_experts,
 )
 
@@ -124,3 +125,9 @@ def test_no_draft_model_is_no_matter():
     check_draft(SimpleNamespace(speculative_config=None))
     without = SimpleNamespace(method="suffix", draft_model_config=None)
     check_draft(SimpleNamespace(speculative_config=without))
+
+
+def test_a_workspace_without_room_is_refused_by_the_option_that_sizes_it():
+    check_workspace(1000, 1000, 8192)
+    with pytest.raises(UnsupportedError, match=r"max_num_batched_tokens: got 8192, .* 1,001 bytes"):
+        check_workspace(1001, 1000, 8192)

@@ -194,9 +194,10 @@ class FiresteelConfig(QuantizationConfig):
                 "start it again"
             )
         self.model.check_taken(has_head=get_pp_group().is_last_rank)
+        # Asked for twice a load.
+        log.info_once("firesteel reads %s", self.model.outline)
         scales = self.model.cache_scales
         if scales:
-            # Asked for twice a load.
             log.warning_once(
                 "%d scales of the KV cache in the checkpoint are not read, first %s",
                 len(scales),

@@ -19,16 +19,19 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from firesteel.checkpoint.families import Geometry
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.shards import shard_layer
+from firesteel.device import free_bytes
 from firesteel.integrations.vllm.limits import (
     activation_of,
     check_graphs,
     check_layer,
+    check_workspace,
     held_experts,
 )
+from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model
 from firesteel.integrations.vllm.warmup import PlannedKernels
 from firesteel.modules.fill import fill_experts, settle
-from firesteel.modules.kernels import attach_kernels, why_no_kernels
+from firesteel.modules.kernels import attach_kernels, why_no_kernels, workspace_bytes
 from firesteel.modules.packed import PackedExperts
 from firesteel.settings import Settings
 
@@ -100,9 +103,21 @@ class FiresteelExperts(FusedMoEMethodBase):
         )
         device = next(layer.packed.buffers()).device
         check_graphs([why] if why else [], device, is_eager=self._is_eager)
+        if why is None:
+            self._check_workspace(layer.packed, device)
         self.model.unfilled[layer.layer_name] = layer.packed
         _register()
         self._layers[_place(layer)] = layer.packed
+
+    def _check_workspace(self, packed: PackedExperts, device: torch.device) -> None:
+        max_tokens = self._settings.max_tokens
+        needed = workspace_bytes(
+            packed,
+            top_k=self.moe.experts_per_token,
+            dtype=self.moe.in_dtype,
+            max_tokens=max_tokens,
+        )
+        check_workspace(needed, free_bytes(device), max_tokens)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read the experts; of the last layer, plan and prewarm the kernels of all.
@@ -119,6 +134,7 @@ class FiresteelExperts(FusedMoEMethodBase):
             self._attach(next(layer.packed.buffers()).device)
 
     def _attach(self, device: torch.device) -> None:
+        log.info("planning kernels for 0 to %d tokens", self._settings.max_tokens)
         kernels = attach_kernels(
             self.model.filled.values(),
             top_k=self.moe.experts_per_token,
@@ -197,6 +213,6 @@ def report(model: nn.Module) -> dict[str, Any] | None:
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(method, FiresteelExperts):
+        if isinstance(method, FiresteelExperts | FiresteelLinear | FiresteelHead):
             return method.model.as_dict()
     return None

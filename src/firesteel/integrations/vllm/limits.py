@@ -23,6 +23,7 @@ __all__ = [
     "check_graphs",
     "check_layer",
     "check_load_format",
+    "check_workspace",
     "held_experts",
 ]
 
@@ -191,4 +192,22 @@ def check_graphs(refused: Collection[str], device: torch.device, *, is_eager: bo
         raise UnsupportedError(
             f"enforce_eager: got False, must be True since {'; '.join(refused)}: the "
             "PyTorch path waits for the device, which a CUDA graph cannot hold"
+        )
+
+
+def check_workspace(num_bytes: int, free_bytes: int, max_tokens: int) -> None:
+    """Refuse a limit of tokens whose workspace has no room beside the weights.
+
+    Args:
+        num_bytes: of the workspace.
+        free_bytes: of the device, without what layers so far have taken.
+        max_tokens: the engine's limit.
+
+    Raises
+        UnsupportedError: there is less room.
+    """
+    if num_bytes > free_bytes:
+        raise UnsupportedError(
+            f"max_num_batched_tokens: got {max_tokens}, for which kernels need a workspace of "
+            f"{num_bytes:,} bytes, must be lower: {free_bytes:,} bytes are free beside the weights"
         )

@@ -29,7 +29,7 @@ class _Expanded:
 
     def __init__(self, model: Model, sources: Sequence[QuantizedSource | None]) -> None:
         super().__init__()
-        self._model = model
+        self.model = model
         self._sources = sources
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -44,8 +44,8 @@ class _Expanded:
             CheckpointError: a matrix cannot be read, or has another shape than the module's.
         """
         weight = layer.weight
-        self._model.is_read = True
-        with self._model.checkpoint.reader() as reader, torch.no_grad():
+        self.model.is_read = True
+        with self.model.checkpoint.reader() as reader, torch.no_grad():
             for place, source in enumerate(self._sources):
                 if source is None:
                     continue

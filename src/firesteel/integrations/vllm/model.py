@@ -179,6 +179,19 @@ class Model:
         prefixes = [rf"{re.escape(layer.prefix)}\." for layer in packed]
         return [re.compile(rf"^{pattern}") for pattern in (*exact, *prefixes)]
 
+    @property
+    def outline(self) -> str:
+        """What is read of the modules that this rank has."""
+        layers = [e for e in self.contents.experts if e.prefix in self._taken]
+        return (
+            f"{len(layers)} layers of experts, which stay packed, and {self._num_linears} linears, "
+            "which are expanded"
+        )
+
+    @property
+    def _num_linears(self) -> int:
+        return len([s for s in self.contents.dense if s.layer in self._taken])
+
     def summary(self) -> str:
         """One line for the engine's log."""
         kernels = self.kernels
@@ -188,6 +201,10 @@ class Model:
             f"experts of {len(self.filled)} layers packed in {num_bytes:,} bytes",
             f"{kernels.num_layers} of them on kernels",
             *(str(ready.audit.prewarmed) for ready in kernels.ready),
+            *(
+                f"a workspace of {arenas['bytes']:,} bytes"
+                for arenas in kernels.as_dict()["arenas"]
+            ),
             *(f"{count} on the PyTorch path: {why}" for why, count in kernels.refused.items()),
         ]
         return "; ".join(words)
@@ -197,7 +214,7 @@ class Model:
         return {
             "layers": len(self.filled),
             "bytes": sum(experts.num_bytes for experts in self.filled.values()),
-            "expanded_linears": len([s for s in self.contents.dense if s.layer in self._taken]),
+            "expanded_linears": self._num_linears,
             "kernels": None if self.kernels is None else self.kernels.as_dict(),
         }
 
