@@ -72,8 +72,21 @@ def test_every_key_is_compiled_for_every_target(compiled, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["bundle"]
 
 
-def choice(max_tokens: int) -> PlanChoice:
-    return PlanChoice(checkpoint=LITTLE, max_tokens=max_tokens, ids="int32")
+def choice(max_tokens: int, **given: int) -> PlanChoice:
+    return PlanChoice(checkpoint=LITTLE, max_tokens=max_tokens, ids="int32", **given)
+
+
+@pytest.mark.parametrize("ranks", ["tp", "ep"])
+def test_ranks_that_differ_are_in_one_bundle(compiled, tmp_path, ranks: str):
+    out = tmp_path / "bundle"
+    result = invoke("build", *CHOICE, f"--{ranks}", 3, "--target", "sm_90", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert len(result.stderr.splitlines()) == 2
+    specs = make_specs(choice(1, **{ranks: 3}))
+    made = make_plans(choice(1), [spec.for_target("sm_90") for spec in specs])
+    assert len({each.digest for each in made}) == 2
+    assert sorted(Bundle(out).manifest["plans"]) == sorted(each.digest for each in made)
+    assert len(compiled) == len({key for each in made for key in each.keys})
 
 
 def test_launches_overlap_only_where_a_gpu_can(compiled, tmp_path):

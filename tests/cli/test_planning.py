@@ -147,8 +147,6 @@ def test_others_than_int4_are_planned_by_name_and_from_checkpoints(arguments: tu
         (("--model", "glm-5.2", "--recipe", "int8-channel"), ["mxfp4, nvfp4, nf3, and exl3"]),
         (("--model", "glm-5.2", "--recipe", "nvfp4-g16"), ["recipe: got 'nvfp4-g16', must be"]),
         (("--model", "glm-5.2", "--recipe", "int4"), ["recipe: got 'int4', must be"]),
-        (("--model", "glm-5.2", "--tp", 3), ["tensor_parallel: got 3", "2048"]),
-        (("--model", "glm-5.2", "--tp", 0), ["tensor_parallel: got 0"]),
         (
             ("--model", "gpt-oss-120b"),
             ["--recipe: got int4-g128, must be one of int4-g32, int4-g64 for gpt-oss-120b"],

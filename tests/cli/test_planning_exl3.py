@@ -12,7 +12,7 @@ from firesteel.formats.trellis import TrellisCode
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch import plan
 from firesteel.moe.products import HOPPER
-from firesteel.moe.trellis.spec import TrellisMoeSpec, trellis_geometry
+from firesteel.moe.trellis.spec import trellis_geometry
 from tests.checkpoints import STORAGES, Storage, write
 from tests.cli.command import ROOT, assert_error, invoke, invoke_json
 from tests.cli.tune.test_run import pretend_device
@@ -102,7 +102,10 @@ def test_linears_of_a_checkpoint_are_planned_with_its_experts(tmp_path):
 
 
 def test_linears_that_are_left_out_are_counted(tmp_path, monkeypatch):
-    path = write(tmp_path / "in", "qwen3_moe", STORAGES["exl3-whole-mcg"], linears=True).path
+    # Two blocks of columns, for two ranks.
+    sizes = {"moe_intermediate_size": 256}
+    storage = STORAGES["exl3-whole-mcg"]
+    path = write(tmp_path / "in", "qwen3_moe", storage, linears=True, **sizes).path
     made = planning.trellis_linear_spec_of
     refused = []
 
@@ -117,11 +120,12 @@ def test_linears_that_are_left_out_are_counted(tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert len(refused) > 1
     assert result.stderr.splitlines() == [f"{len(refused)} linears: bits: got 3 of a test"]
-    monkeypatch.setattr(TrellisMoeSpec, "shard", lambda spec, _: spec)
-    result = invoke("plan", "--checkpoint", path, "--max-tokens", 4, "--tp", 2)
-    assert result.exit_code == 0
-    assert result.stderr.endswith(" linears: --tp: got 2, linears are planned whole, with 1\n")
-    assert "linear exl3" not in result.stdout
+    for option in ("--tp", "--ep"):
+        result = invoke("plan", "--checkpoint", path, "--max-tokens", 4, option, 2)
+        assert result.exit_code == 0
+        told = f" linears: {option}: got 2, linears are planned whole, with 1\n"
+        assert result.stderr.endswith(told)
+        assert "linear exl3" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def test_a_checkpoint_without_kernels_says_why(tmp_path, storage: Storage, words
         (("--recipe", "exl3-9.0-mcg"), ["recipe: got 'exl3-9.0-mcg', must be"]),
         (
             ("--recipe", "exl3-3.0-mcg", "--tp", 32),
-            ["tensor_parallel: got 32", "whole blocks of 128"],
+            ["--tp: got 32 ranks, 2048 columns of 128 each make at most 16 parts"],
         ),
         (
             ("--recipe", "exl3-3.0-mcg", "--table", "h200"),

@@ -30,7 +30,7 @@ from firesteel.formats.shard import (
     take_rows,
 )
 
-__all__ = ["expert_map", "shard_layer"]
+__all__ = ["cuts", "expert_map", "shard_layer"]
 
 
 def expert_map(num_experts: int, held: Sequence[int]) -> Tensor:
@@ -78,7 +78,8 @@ def shard_layer(
     biases: tuple[list[BiasSource], ...] = ([], [], [])
     for expert in held:
         whole = [of_part[expert] for of_part in layer.sources]
-        own = _Own(whole[2], _cut(layer.prefix, [source.scheme for source in whole], rank, count))
+        cut = cuts(layer.prefix, [source.scheme for source in whole], count)[rank]
+        own = _Own(whole[2], cut)
         for part in range(3):
             is_down = part == 2
             sources[part].append((_Columns if is_down else _Rows)(whole[part], own))
@@ -92,27 +93,36 @@ def shard_layer(
     )
 
 
+def cuts(where: str, schemes: Sequence[Scheme], count: int) -> tuple[range, ...]:
+    """The columns of down that each rank has, or where they name their groups the groups.
+
+    Args:
+        where: what is cut, for the message.
+        schemes: of gate, up and down of an expert.
+        count: ranks that share it.
+
+    Raises
+        UnsupportedError: more ranks than parts that the formats allow.
+    """
+    down = schemes[2]
+    size, unit, name = down.k, cut_unit(schemes), "columns"
+    if down.has_group_index:
+        size, unit, name = down.num_groups, 1, "groups"
+    found = split(size, count, unit)
+    # Every rank refuses, lest the others go on and wait for one that does not come.
+    if not all(found):
+        raise UnsupportedError(
+            f"{where}: got {count} ranks, {size} {name} of {unit} each make at most "
+            f"{-(-size // unit)} parts"
+        )
+    return found
+
+
 def _check_held(num_experts: int, held: Sequence[int]) -> None:
     if len(set(held)) != len(held) or any(not 0 <= e < num_experts for e in held):
         raise InvalidArgumentError(
             f"held: got {list(held)}, must be different experts of 0 to {num_experts - 1}"
         )
-
-
-def _cut(prefix: str, schemes: Sequence[Scheme], rank: int, count: int) -> range:
-    """The columns of down that a rank has, or where they name their groups the groups."""
-    down = schemes[2]
-    size, unit, name = down.k, cut_unit(schemes), "columns"
-    if down.has_group_index:
-        size, unit, name = down.num_groups, 1, "groups"
-    cuts = split(size, count, unit)
-    # Every rank refuses, lest the others go on and wait for one that does not come.
-    if not all(cuts):
-        raise UnsupportedError(
-            f"{prefix}: got {count} ranks, {size} {name} of {unit} each make at most "
-            f"{-(-size // unit)} parts"
-        )
-    return cuts[rank]
 
 
 class _Own:

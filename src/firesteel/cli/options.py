@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointArgument",
     "CheckpointOption",
     "DeviceOption",
+    "EpOption",
     "IdsOption",
     "JsonOption",
     "MaxTokensOption",
@@ -48,7 +49,23 @@ CheckpointOption = Annotated[
     Path | None,
     typer.Option("--checkpoint", metavar="FOLDER", help="Instead of --model: reads its headers."),
 ]
-TpOption = Annotated[int, typer.Option("--tp", metavar="N", help="Ranks that share a layer.")]
+TpOption = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        help="Ranks that share each expert, cut as vLLM's ranks cut it: parts may be unlike.",
+    ),
+]
+EpOption = Annotated[
+    int,
+    typer.Option(
+        "--ep",
+        metavar="N",
+        help="Ranks among which experts are shared out whole, as vLLM does with expert parallel; "
+        "not with --tp.",
+    ),
+]
 RecipeOption = Annotated[
     str | None,
     typer.Option(

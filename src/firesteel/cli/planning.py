@@ -21,6 +21,14 @@ from firesteel.checkpoint.files import Checkpoint
 from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
 from firesteel.cli.keys import key_cells, spans
+from firesteel.cli.ranks import (
+    Place,
+    check_ranks,
+    named_ranks,
+    places_by,
+    stored_ranks,
+    where,
+)
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.formats.trellis_matrix import TrellisScheme
@@ -58,30 +66,34 @@ class PlanChoice:
     Fields
         model            a name of `firesteel.moe.spec.GEOMETRIES`; or
         checkpoint       a folder, of which the headers are read
-        tp               ranks that share a layer
+        tp, ep           ranks that share each expert, or that share out the experts; not both
         recipe           how the experts are stored: of a model by name, "int4-g128" by default;
                          of a plain checkpoint, as `--quantize` takes it
         max_tokens       largest token count; `Settings.max_tokens` by default
         ids              types of the expert ids that callers pass, with commas between
         batch_invariant  a row has the same bits at every token count
         table            tiles by measurement: a file, or the name of a table that ships
+        is_even          ranks are alike, or refused: there is one layer; of a model by name
     """
 
     model: str | None = None
     checkpoint: Path | None = None
     tp: int = 1
+    ep: int = 1
     recipe: str | None = None
     max_tokens: int | None = None
     ids: str = "int32,int64"
     batch_invariant: bool = False
     table: str | None = None
+    is_even: bool = False
 
 
 def shape_choice(shape: str, recipe: str) -> PlanChoice:
     """The choice of a model's layer by "glm-5.2-tp4", which is one of four ranks'."""
     found = _SHAPE.fullmatch(shape)
     assert found is not None
-    return PlanChoice(model=found["model"], tp=int(found["tp"] or 1), recipe=recipe)
+    tp = int(found["tp"] or 1)
+    return PlanChoice(model=found["model"], tp=tp, recipe=recipe, is_even=True)
 
 
 def run(choice: PlanChoice, *, as_json: bool) -> None:
@@ -135,7 +147,9 @@ def make_all_specs(choice: PlanChoice) -> tuple[PlannedSpec, ...]:
 
 
 def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[LayerSpec, ...]:
-    """The layer that is meant, or each kind of layer of the checkpoint.
+    """The layer that is meant, or each kind of layer of the checkpoint and of ranks.
+
+    stderr says which layers and ranks have which, where they differ.
 
     Args:
         choice: what is meant.
@@ -143,7 +157,7 @@ def make_specs(choice: PlanChoice, table: TileTable | None = None) -> tuple[Laye
 
     Raises
         InvalidArgumentError: not exactly one of model and checkpoint, or no such model, recipe or
-            table.
+            table; or numbers of ranks that vLLM would not have.
         CheckpointError: the checkpoint cannot be read.
         UnsupportedError: no kernel exists for it.
     """
@@ -168,9 +182,10 @@ def _layers(
         table = find_table(choice.table)
     if contents is None:
         assert choice.model is not None
-        specs = (_named(choice.model, choice),)
+        is_even = choice.is_even
+        specs = (_named(choice.model, choice),) if is_even else _ranks(choice.model, choice)
     else:
-        specs = tuple(spec.shard(choice.tp) for spec in _stored(contents))
+        specs = _stored(contents, choice)
     if choice.table is not None and any(isinstance(spec, TrellisMoeSpec) for spec in specs):
         raise UnsupportedError(
             f"--table: got {choice.table!r}, no table of tiles cuts EXL3's kernels"
@@ -201,7 +216,47 @@ def make_table_specs(choice: PlanChoice, table: TileTable | None = None) -> tupl
     return tuple(found)
 
 
+def _ranks(model: str, choice: PlanChoice) -> tuple[LayerSpec, ...]:
+    """Each kind of rank of a model's layer; stderr says which ranks are which."""
+    whole = _named(model, replace(choice, tp=1))
+    check_ranks(choice.tp, choice.ep, whole.num_experts)
+    recipe = parse_recipe(choice.recipe or _DEFAULT_RECIPE)
+    ranks = named_ranks(whole, recipe, tp=choice.tp, ep=choice.ep)
+    even = _even(whole, choice.tp)
+    if choice.tp > 1 and even is not None and set(ranks) != {even}:
+        # Groups of 16 (NVFP4) can be dealt out evenly where units of 32 cannot.
+        sizes = ", ".join(str(spec.intermediate_size) for spec in dict.fromkeys(ranks))
+        stderr().print(
+            f"--tp: each rank has {even.intermediate_size} columns here, those of vLLM have "
+            f"{sizes}: --checkpoint plans them",
+            highlight=False,
+        )
+        return (even,)
+    specs = places_by({(0, rank): spec for rank, spec in enumerate(ranks)})
+    _print_kinds(specs, len(ranks))
+    return tuple(specs)
+
+
+def _even(whole: LayerSpec, tp: int) -> LayerSpec | None:
+    """A rank's layer where ranks have whole scale groups and equally many."""
+    try:
+        return whole.shard(tp)
+    except (InvalidArgumentError, UnsupportedError):
+        return None
+
+
+def _print_kinds(specs: Mapping[LayerSpec, Sequence[Place]], ranks: int) -> None:
+    """Say which layers and ranks have which spec, where they differ."""
+    if len(specs) == 1:
+        return
+    layers = {layer for places in specs.values() for layer, _ in places}
+    for spec, places in specs.items():
+        told = where(places, ranks=ranks, layers=layers)
+        stderr().print(f"{told}: {spec.title}", highlight=False)
+
+
 def _named(model: str, choice: PlanChoice) -> LayerSpec:
+    """One of ranks that are alike."""
     name = choice.recipe or _DEFAULT_RECIPE
     recipe = parse_recipe(name)
     if recipe.code is not None:
@@ -245,11 +300,13 @@ def _linears(choice: PlanChoice, contents: Contents) -> tuple[TrellisLinearSpec,
     dtype = _dtype(contents.checkpoint.config)
     specs: list[TrellisLinearSpec] = []
     refused: Counter[str] = Counter()
+    given = {"--tp": choice.tp, "--ep": choice.ep}
+    shared = "".join(f"{name}: got {ranks}" for name, ranks in given.items() if ranks > 1)
     for source in contents.dense:
         if not isinstance(source.scheme, TrellisScheme):
             continue
-        if choice.tp > 1:
-            refused[f"--tp: got {choice.tp}, linears are planned whole, with 1"] += 1
+        if shared:
+            refused[f"{shared}, linears are planned whole, with 1"] += 1
             continue
         try:
             specs.append(trellis_linear_spec_of(source.scheme, dtype=dtype))
@@ -260,47 +317,72 @@ def _linears(choice: PlanChoice, contents: Contents) -> tuple[TrellisLinearSpec,
     return tuple(dict.fromkeys(united(specs).values()))
 
 
-def _stored(contents: Contents) -> tuple[LayerSpec, ...]:
-    """Each kind of layer of a checkpoint that has kernels; stderr says which layers have none."""
-    found: dict[int, LayerSpec] = {}
-    refused: dict[str, list[int]] = {}
+def _stored(contents: Contents, choice: PlanChoice) -> tuple[LayerSpec, ...]:
+    """Each kind of layer and rank of a checkpoint that has kernels; stderr says which have none."""
+    check_ranks(choice.tp, choice.ep, contents.geometry.num_experts)
+    ranks = max(choice.tp, choice.ep)
+    found: dict[Place, LayerSpec] = {}
+    refused: dict[Place, str] = {}
     for layer in contents.experts:
         if layer.layer >= contents.geometry.num_layers:
             continue
+        places = [(layer.layer, rank) for rank in range(ranks)]
         try:
-            found[layer.layer] = _layer_spec(contents, layer)
+            _check_packed(layer)
+            parts = stored_ranks(layer, tp=choice.tp, ep=choice.ep)
         except UnsupportedError as error:
-            refused.setdefault(str(error), []).append(layer.layer)
-    same = united([spec for spec in found.values() if isinstance(spec, TrellisMoeSpec)])
-    specs: dict[LayerSpec, list[int]] = {}
-    for number, spec in found.items():
-        one = same[spec] if isinstance(spec, TrellisMoeSpec) else spec
-        specs.setdefault(one, []).append(number)
-    notes = [f"{_numbered(layers)}: {reason}" for reason, layers in refused.items()]
+            refused |= dict.fromkeys(places, str(error))
+            continue
+        for place, part in zip(places, parts, strict=True):
+            try:
+                found[place] = _layer_spec(contents, part)
+            except UnsupportedError as error:
+                refused[place] = str(error)
+    specs = places_by(_united_by_rank(found))
+    notes = [f"{where(at, ranks=ranks)}: {reason}" for reason, at in places_by(refused).items()]
     if not specs:
         raise UnsupportedError("; ".join(notes))
-    if len(specs) > 1:
-        notes += [f"{_numbered(layers)}: {spec.title}" for spec, layers in specs.items()]
     for note in notes:
         stderr().print(note, highlight=False)
+    _print_kinds(specs, ranks)
     return tuple(specs)
 
 
-def _layer_spec(contents: Contents, layer: ExpertLayer) -> LayerSpec:
+def _united_by_rank(found: Mapping[Place, LayerSpec]) -> dict[Place, LayerSpec]:
+    """Layers of EXL3 that share a plan: those of a rank, which knows of no other's rates."""
+    own: dict[int, list[TrellisMoeSpec]] = {}
+    for (_, rank), spec in found.items():
+        if isinstance(spec, TrellisMoeSpec):
+            own.setdefault(rank, []).append(spec)
+    same = {rank: united(specs) for rank, specs in own.items()}
+    return {
+        (layer, rank): same[rank][spec] if isinstance(spec, TrellisMoeSpec) else spec
+        for (layer, rank), spec in found.items()
+    }
+
+
+def _check_packed(layer: ExpertLayer) -> None:
     if not layer.is_packed:
         raise UnsupportedError(
             f"no kernel for these experts: they are stored plain; --recipe plans them as if "
             f"quantised on load, {RECIPES}"
         )
+
+
+def _layer_spec(contents: Contents, layer: ExpertLayer) -> LayerSpec:
+    """Of a layer, or of a rank's part of it."""
     sizes, config = contents.geometry, contents.checkpoint.config
+    num_experts = len(layer.sources[0])
     given: dict[str, Any] = {
-        "num_experts": sizes.num_experts,
+        "num_experts": num_experts,
         "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
+        "intermediate_size": layer.scheme(2).k,
         "top_k": _top_k(config),
         "activation": _activation(contents.family, config),
         "dtype": _dtype(config),
         "has_bias": contents.family.has_bias,
+        # Kernels of a rank that has some of the experts read a map.
+        "num_global_experts": None if num_experts == sizes.num_experts else sizes.num_experts,
     }
     if isinstance(layer.scheme(0), TrellisScheme):
         w13, w2 = (cast(Sequence[TrellisScheme], layer.schemes(*each)) for each in ((0, 1), (2,)))
@@ -335,11 +417,6 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"config.json: dtype is {name!r}, must be bfloat16 or float16")
     return found
-
-
-def _numbered(layers: Sequence[int]) -> str:
-    """`layer 3`, or `layers 3, 4`."""
-    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
 
 
 def _tables(made: Plan, seconds: float) -> Group:
