@@ -102,8 +102,15 @@ def test_weights_are_read_once(config, engine):
 
 def test_scales_of_a_cache_are_warned_of(module, config, engine, monkeypatch):
     said = []
-    log = SimpleNamespace(warning_once=lambda text, *given: said.append(text % given))
+
+    def say(text, *given):
+        said.append(text % given)
+
+    log = SimpleNamespace(info_once=say, warning_once=say)
     monkeypatch.setattr(module, "log", log)
     config.get_checkpoint_weight_mapper()
     first = f"{ATTENTION}.k_scale"
-    assert said == [f"2 scales of the KV cache in the checkpoint are not read, first {first}"]
+    assert said == [
+        "firesteel reads 0 layers of experts, which stay packed, and 0 linears, which are expanded",
+        f"2 scales of the KV cache in the checkpoint are not read, first {first}",
+    ]
