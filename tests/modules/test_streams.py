@@ -17,7 +17,7 @@ from firesteel.launch import Arena, Plan, Ready, plan
 from firesteel.launch.runner import runner_class
 from firesteel.launch.stub import StubDriver
 from firesteel.modules import kernels
-from firesteel.modules.kernels import Arenas, LayerKernels, attach_kernels
+from firesteel.modules.kernels import Arenas, LayerKernels, attach_kernels, workspace_bytes
 from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import moe_spec_of
 from firesteel.settings import Settings
@@ -218,6 +218,25 @@ def test_layers_share_a_workspace_that_holds_each_plan(attach: Callable[..., Any
     for ready in report.ready:
         assert list(ready.plan.tables) == [(("ids", "i32"),), (("ids", "i64"),)]
     assert [arenas.is_one for arenas in report.arenas] == [False]
+
+
+def test_a_workspace_is_known_before_it_is_planned(attach: Callable[..., Any]) -> None:
+    report, layers = attach()
+    known = [
+        workspace_bytes(layer, top_k=2, dtype=torch.bfloat16, max_tokens=8) for layer in layers[:2]
+    ]
+    assert known == [ready.plan.workspace.num_bytes for ready in report.ready]
+
+
+def test_a_workspace_without_memory_names_what_sizes_it(
+    attach: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object) -> Arena:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Arena, "allocate", allocate)
+    with pytest.raises(torch.OutOfMemoryError, match=r"workspace: .* lower FIRESTEEL_MAX_TOKENS"):
+        attach()
 
 
 def test_one_type_of_ids_and_one_arena_are_planned_where_asked_for(

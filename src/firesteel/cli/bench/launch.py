@@ -151,8 +151,8 @@ def _spec(made: Plan) -> MoeSpec:
 def _time_prewarm(made: Plan, device: torch.device, driver: Driver) -> tuple[dict[str, Any], Ready]:
     """Seconds to be ready with nothing on disk, and with a bundle."""
     with TemporaryDirectory() as folder:
-        nothing = {"bundle": None, "cache": "on", "cache_dir": Path(folder) / "cache"}
-        settings = replace(Settings.from_env(), **nothing)
+        cache_dir = Path(folder) / "cache"
+        settings = replace(Settings.from_env(), bundle=None, cache="on", cache_dir=cache_dir)
         cold = prewarm(made, device=device, driver=driver, settings=settings)
         bundle = Path(folder) / "bundle"
         num_bytes = build(made, targets=[cold.target], out=bundle)

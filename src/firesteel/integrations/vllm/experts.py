@@ -134,7 +134,8 @@ class FiresteelExperts(FusedMoEMethodBase):
             self._attach(next(layer.packed.buffers()).device)
 
     def _attach(self, device: torch.device) -> None:
-        log.info("planning kernels for 0 to %d tokens", self._settings.max_tokens)
+        if device.type == "cuda":
+            log.info("planning kernels for 0 to %d tokens", self._settings.max_tokens)
         kernels = attach_kernels(
             self.model.filled.values(),
             top_k=self.moe.experts_per_token,
