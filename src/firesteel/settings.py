@@ -1,7 +1,8 @@
 """What the operator sets, and the only reader of the environment.
 
-`Settings.from_env()` reads every `FIRESTEEL_*` name once; whoever makes a plan ready calls it, and
-nothing reads the environment afterwards. Tests and programs pass a `Settings` of their own.
+`Settings.from_env()` reads every `FIRESTEEL_*` name once; whoever loads a model or makes a plan
+ready calls it, and nothing reads the environment afterwards. Tests and programs pass a `Settings`
+of their own.
 """
 
 from __future__ import annotations

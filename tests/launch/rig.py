@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
@@ -98,3 +100,17 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     made = torch.empty(torch.Size(shape).numel() + 16, dtype=dtype)
     start = -made.data_ptr() % 16 // dtype.itemsize
     return made[start : start + torch.Size(shape).numel()].view(shape)
+
+
+def run_in_threads(works: Sequence[Callable[[], None]]) -> None:
+    """Each in a thread of its own, which Python switches as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)

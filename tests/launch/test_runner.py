@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from firesteel.launch.runner import (
     decode_driver_failure,
     native_failure,
 )
+from tests.launch.rig import run_in_threads
 from tests.launch.stage import (
     CALL,
     CONSTANT,
@@ -238,16 +240,7 @@ def test_eight_threads_on_one_runner_never_mix_their_parameters(kind, stage):
             values = [number * 1000 + turn] * num_values
             codes.append(runner.run(number, number, *values))
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=call, args=(i + 1,)) for i in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    run_in_threads([partial(call, i + 1) for i in range(num_threads)])
 
     assert codes == [2] * (num_threads * num_calls)
     assert runner.counts() == ((num_threads * num_calls,) * 2,)

@@ -1,8 +1,8 @@
 """Layers whose streams take one arena in turn, against a driver that remembers launches."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from firesteel.moe.spec import MoeSpec
 from firesteel.moe.supports import moe_spec_of
 from firesteel.settings import Settings
 from tests.launch.gather_rows import GatherRows
-from tests.launch.rig import call_of, ready_on_stub, tensors_of
+from tests.launch.rig import call_of, ready_on_stub, run_in_threads, tensors_of
 
 LITTLE = Path(__file__).parents[2] / "examples" / "little_moe" / "int4-g128"
 SPEC = GatherRows()
@@ -149,16 +149,7 @@ def test_threads_on_streams_of_their_own_launch_after_each_other(rig: Rig) -> No
         except Exception as error:
             failures.append(error)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(stream,)) for stream in (1, 2, 3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    run_in_threads([partial(work, stream) for stream in (1, 2, 3)])
     assert failures == []
     launched = rig.streams()
     assert len(launched) == 900
@@ -177,7 +168,6 @@ def attach(driver: StubDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     Gives the report, and the layers.
     """
-
     model = load_model(LITTLE, device="cpu")
     layers = [module for module in model.modules() if isinstance(module, PackedExperts)]
 
