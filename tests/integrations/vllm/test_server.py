@@ -46,7 +46,8 @@ def server(tmp_path_factory):
     command += ["--quantization", "firesteel", "--worker-extension-cls", EXTENSION]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256"]
     if torch.cuda.is_available():
-        command += ["--attention-backend", "TRITON_ATTN"]
+        command += ["--attention-backend", "TRITON_ATTN", "--gpu-memory-utilization", "0.1"]
+        command += ["--kv-cache-memory-bytes", "1000000000"]
     else:
         command += ["--dtype", "float32", "--enforce-eager"]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
@@ -86,7 +87,7 @@ def _complete(url):
 
 def test_it_serves_the_tokens_of_load_model_and_reports(server):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = None if device == "cuda" else torch.float32
+    dtype = "auto" if device == "cuda" else torch.float32
     model = load_model(LITTLE, device=device, dtype=dtype)
     ids = torch.tensor([PROMPT], device=model.device)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -101,5 +102,6 @@ def test_it_serves_the_tokens_of_load_model_and_reports(server):
     assert after["kernels"]["refused"] == {}
     (plan,), (ready,) = after["kernels"]["plans"], before["kernels"]["plans"]
     assert plan["prewarmed"] == ready["prewarmed"]
-    assert plan["launches"] > ready["launches"] > 0
+    # Those of warm-up and capture: what is served after that replays graphs.
+    assert plan["launches"] >= ready["launches"] > 0
     assert plan["misses"] == plan["launched_unplanned"] == []
