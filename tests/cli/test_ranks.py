@@ -19,6 +19,7 @@ from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.integrations.vllm.limits import activation_of, held_experts
 from firesteel.modules import kernels
+from firesteel.modules.activation import stored_activation
 from firesteel.modules.packed import PackedExperts
 from firesteel.moe.products import HOPPER
 from firesteel.moe.spec import GEOMETRIES, geometry
@@ -49,14 +50,15 @@ def engine_map(num_experts: int, rank: int, count: int) -> Tensor | None:
 
 def packed_of(contents: Any, whole: Any, rank: int, *, tp: int, ep: int) -> PackedExperts:
     """The module that FiresteelExperts.create_weights makes."""
-    sizes, is_gpt_oss = contents.geometry, contents.family.model_type == "gpt_oss"
+    sizes = contents.geometry
+    stored = stored_activation(contents.family, contents.checkpoint.config)
     expert_map = engine_map(sizes.num_experts, rank if ep > 1 else 0, ep)
     num_experts = sizes.num_experts if expert_map is None else int((expert_map >= 0).sum())
     held = held_experts(expert_map, sizes, num_experts)
     own = shard_layer(whole, held=held, rank=rank if tp > 1 else 0, count=tp)
-    activation = SimpleNamespace(name="SWIGLUOAI" if is_gpt_oss else "SILU")
-    limit = contents.checkpoint.config.get("swiglu_limit")
-    constants = {"swiglu_limit": limit, "swiglu_alpha": None, "swiglu_beta": None}
+    activation = SimpleNamespace(name=stored.name.upper())
+    # Its models pass none.
+    constants = dict.fromkeys(("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
     return PackedExperts(
         None,
         Geometry(
@@ -66,7 +68,7 @@ def packed_of(contents: Any, whole: Any, rank: int, *, tp: int, ep: int) -> Pack
             intermediate_size=own.scheme(2).k,
         ),
         (own.schemes(0, 1), own.schemes(2)),
-        activation_of(SimpleNamespace(activation=activation, **constants)),
+        activation_of(SimpleNamespace(activation=activation, **constants), stored),
         bias_dtype=torch.bfloat16 if own.biases else None,
         expert_map=expert_map,
     )

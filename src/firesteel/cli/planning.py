@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from rich.console import Group
 
-from firesteel.checkpoint.families import Family
 from firesteel.checkpoint.files import Checkpoint
 from firesteel.checkpoint.layers import Contents, ExpertLayer, scan
 from firesteel.cli.console import format_bytes, print_json, stderr, stdout, table
@@ -34,7 +33,7 @@ from firesteel.formats.quantize import parse_recipe
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.launch import Plan, plan
 from firesteel.launch.binary import triton_version
-from firesteel.moe.activation import Activation
+from firesteel.modules.activation import stored_activation
 from firesteel.moe.spec import GROUP_SIZES, NAMED_FORMATS, MoeSpec, geometry
 from firesteel.moe.supports import RECIPES, moe_spec_of
 from firesteel.moe.trellis.linear import PlannedSpec, TrellisLinearSpec
@@ -378,7 +377,7 @@ def _layer_spec(contents: Contents, layer: ExpertLayer) -> LayerSpec:
         "hidden_size": sizes.hidden_size,
         "intermediate_size": layer.scheme(2).k,
         "top_k": _top_k(config),
-        "activation": _activation(contents.family, config),
+        "activation": stored_activation(contents.family, config),
         "dtype": _dtype(config),
         "has_bias": contents.family.has_bias,
         # Kernels of a rank that has some of the experts read a map.
@@ -397,17 +396,6 @@ def _top_k(config: Mapping[str, Any]) -> int:
             f"config.json: num_experts_per_tok is {value!r}, must be a positive integer"
         )
     return value
-
-
-def _activation(family: Family, config: Mapping[str, Any]) -> Activation:
-    if family.activation is None:
-        return Activation(name=str(config.get("hidden_act")))
-    given = {"limit": config.get("swiglu_limit"), "alpha": config.get("swiglu_alpha")}
-    for name, value in given.items():
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise CheckpointError(f"config.json: swiglu_{name} is {value!r}, must be a number")
-    known = {name: value for name, value in given.items() if value is not None}
-    return Activation(name=family.activation, **known)
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

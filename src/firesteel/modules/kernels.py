@@ -18,6 +18,7 @@ from firesteel.formats.packed import PackedWeights
 from firesteel.formats.trellis_matrix import TrellisScheme
 from firesteel.formats.trellis_weights import TrellisWeights
 from firesteel.launch import Arena, Ready, plan, prewarm
+from firesteel.launch.store import Bundle
 from firesteel.launch.workspace import Workspace
 from firesteel.modules.packed import PackedExperts, PackedLinear
 from firesteel.moe.layer import MoeLayer, operand_tensors
@@ -39,6 +40,7 @@ __all__ = [
     "KernelReport",
     "LayerKernels",
     "attach_kernels",
+    "host_settings",
     "why_no_kernels",
     "workspace_bytes",
 ]
@@ -293,6 +295,18 @@ def _arenas(num_bytes: int, device: torch.device, *, is_one: bool) -> Arenas:
             f"workspace: {num_bytes:,} bytes of kernels do not fit on {device}; lower "
             "FIRESTEEL_MAX_TOKENS, in vLLM --max-num-batched-tokens"
         ) from error
+
+
+def host_settings() -> Settings:
+    """`Settings.from_env`, before a host reads weights: what is wrong ends there, not after them.
+
+    Raises
+        InvalidArgumentError: of a variable, or of the bundle that it names.
+    """
+    settings = Settings.from_env()
+    if settings.bundle is not None:
+        Bundle(settings.bundle)
+    return settings
 
 
 def workspace_bytes(

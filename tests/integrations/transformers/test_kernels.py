@@ -226,3 +226,12 @@ def test_a_wrong_setting_is_named_at_load(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("FIRESTEEL_MAX_TOKEN", "16")
     with pytest.raises(InvalidArgumentError, match="did you mean FIRESTEEL_MAX_TOKENS"):
         load_model(LITTLE, device="cpu")
+
+
+def test_a_bundle_that_cannot_be_opened_is_named_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setenv("FIRESTEEL_BUNDLE", str(tmp_path))
+    with pytest.raises(InvalidArgumentError, match=r"has no readable manifest.json: .* format is"):
+        load_model(LITTLE, device="cpu")

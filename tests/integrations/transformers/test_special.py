@@ -140,6 +140,16 @@ def test_a_plain_layer_of_token_prediction_is_not_counted(tmp_path):
     assert sum(report.experts.values()) == 2
 
 
+def test_a_layer_of_token_prediction_is_known_by_the_config(tmp_path):
+    storage = STORAGES["ct-w4-g32"]
+    written = write(tmp_path / "in", "deepseek_v3", storage, num_nextn_predict_layers=1)
+    write_tensors(written.path, {**written.tensors, **_copy_of_layer(written.tensors, 2, 3)})
+    assert load_report(load_model(written.path)).ignored == ("model.layers.3.mlp.experts",)
+    write_tensors(written.path, {**written.tensors, **_copy_of_layer(written.tensors, 2, 4)})
+    with pytest.raises(CheckpointError, match=r"layers\.4\.mlp\.experts: .* no such layer"):
+        load_model(written.path)
+
+
 def test_a_layer_that_the_model_lacks_and_does_not_leave_out_is_an_error(tmp_path):
     written = write(tmp_path / "in", "deepseek_v3", STORAGES["ct-w4-g32"])
     write_tensors(written.path, {**written.tensors, **_copy_of_layer(written.tensors, 2, 7)})

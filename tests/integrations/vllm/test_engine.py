@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from firesteel.integrations.transformers import load_model
-from tests.checkpoints import STORAGES, oracle, write, write_tensors
+from tests.checkpoints import STORAGES, edit_config, oracle, write, write_tensors
 from tests.integrations.vllm.engine import run
 
 pytestmark = [
@@ -31,7 +31,8 @@ CASES = [
     ("olmoe", "gptq-w4-desc_act", {}, {}),
     ("glm4_moe", "nvfp4", {}, {}),
     ("gpt_oss", "mxfp4-gpt-oss", {}, {}),
-    ("gpt_oss", "nf3", {}, {}),
+    # Which vLLM's own model of it does not pass on.
+    ("gpt_oss", "nf3", {"swiglu_limit": 0.5, "swiglu_alpha": 1.0}, {}),
     ("qwen3_moe", "exl3-mixed", {}, {}),
     ("qwen3_moe", "ct-w4-g32", {}, {"enforce_eager": False}),
 ]
@@ -156,6 +157,73 @@ def test_latent_attention_gives_what_the_engine_makes_of_the_same_plain_numbers(
     assert ours["logprobs"].keys() == theirs["logprobs"].keys()
     for token, logprob in ours["logprobs"].items():
         assert abs(logprob - theirs["logprobs"][token]) < 0.1
+
+
+def _write_eagle(path):
+    """A draft model of plain numbers for targets of 128 columns and 96 tokens."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 96,
+        "draft_vocab_size": 96,
+        "max_position_embeddings": 128,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+    shapes = {
+        "fc": (128, 384),
+        "midlayer.self_attn.q_proj": (128, 256),
+        "midlayer.self_attn.k_proj": (64, 256),
+        "midlayer.self_attn.v_proj": (64, 256),
+        "midlayer.self_attn.o_proj": (128, 128),
+        "midlayer.mlp.gate_proj": (64, 128),
+        "midlayer.mlp.up_proj": (64, 128),
+        "midlayer.mlp.down_proj": (128, 64),
+        "midlayer.input_layernorm": (128,),
+        "midlayer.hidden_norm": (128,),
+        "midlayer.post_attention_layernorm": (128,),
+        "norm": (128,),
+        "lm_head": (96, 128),
+    }
+    generator = torch.Generator().manual_seed(0)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator).bfloat16() / 10
+        for name, shape in shapes.items()
+    }
+    write_tensors(path, tensors)
+    return path
+
+
+def test_draft_models_may_be_plain_and_their_target_quantised(tmp_path):
+    storage = STORAGES["ct-w4-g32"]
+    target = write(tmp_path / "a", "qwen3_moe", storage, linears=True, num_hidden_layers=8)
+    draft = {"method": "eagle3", "model": str(_write_eagle(tmp_path / "b"))}
+    options = {"speculative_config": {**draft, "num_speculative_tokens": 1}}
+    given = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    (got,) = run([{"path": str(target.path), **given, "options": options}])
+    assert "error" not in got, got["error"]
+    assert got["tokens"] == _tokens(oracle(target))
+    (report,) = got["reports"]
+    assert report["layers"] == 7
+
+
+def test_quantised_layers_that_predict_are_refused_with_the_option_alone(tmp_path):
+    storage = STORAGES["ct-w4-g32"]
+    written = write(tmp_path / "a", "glm4_moe", storage, linears=True, num_hidden_layers=4)
+    edit_config(written.path, num_hidden_layers=3, num_nextn_predict_layers=1)
+    given = {"path": str(written.path), "prompts": PROMPTS, "max_tokens": 2}
+    mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    refused, got = run([{**given, "options": mtp}, {**given, "options": {}}])
+    assert "got method 'mtp', must be another or None: model.layers.3.mlp." in refused["error"]
+    assert got["reports"][0]["layers"] == 2
 
 
 def test_it_claims_what_it_is_told_to_and_nothing_else(tmp_path):

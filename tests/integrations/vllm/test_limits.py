@@ -16,6 +16,7 @@ from firesteel.integrations.vllm.limits import (
     check_workspace,
     held_experts,
 )
+from firesteel.moe.activation import Activation
 
 GEOMETRY = Geometry(num_layers=2, num_experts=4, hidden_size=128, intermediate_size=64)
 ACTIVATIONS = {
@@ -79,11 +80,16 @@ def test_a_rank_holds_the_experts_that_the_engine_s_map_gives_it():
 
 
 def test_activations_are_ours_or_refused():
-    assert {name: activation_of(_layer(name)).name for name in ACTIVATIONS} == ACTIVATIONS
-    assert activation_of(_layer("SWIGLUOAI")).alpha == 1.5
-    assert activation_of(_layer("SILU")).limit == 7.0
-    with pytest.raises(UnsupportedError, match="activation: got 'gelu', supported are silu, swig"):
-        activation_of(_layer("GELU"))
+    for theirs, ours in ACTIVATIONS.items():
+        assert activation_of(_layer(theirs), Activation(name=ours)).name == ours
+    gpt_oss = Activation(name="swigluoai", limit=5.0, beta=2.0)
+    found = activation_of(_layer("SWIGLUOAI"), gpt_oss)
+    assert (found.alpha, found.limit, found.beta) == (1.5, 7.0, 2.0)
+    assert activation_of(_layer("SWIGLUOAI", swiglu_limit=None), gpt_oss).limit == 5.0
+    assert activation_of(_layer("SILU"), Activation()).limit == 7.0
+    for theirs in ("GELU", "SWIGLUOAI"):
+        with pytest.raises(UnsupportedError, match="must be the checkpoint's silu"):
+            activation_of(_layer(theirs), Activation())
 
 
 def test_layers_without_kernels_are_refused_where_graphs_are_captured():
@@ -115,16 +121,28 @@ def test_quantised_draft_models_are_refused(method, name, quantization, is_refus
         speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
     )
     if not is_refused:
-        check_draft(config)
+        check_draft(config, [])
         return
     with pytest.raises(UnsupportedError, match=f"got the quantised draft model {name}, must be"):
-        check_draft(config)
+        check_draft(config, [])
+
+
+def test_quantised_layers_that_predict_are_refused_where_the_engine_would_run_them():
+    draft = SimpleNamespace(model="it", quantization="firesteel")
+    speculative = SimpleNamespace(method="ngram", draft_model_config=draft)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="it"), speculative_config=speculative
+    )
+    check_draft(config, ["model.layers.2.mlp.experts"])
+    speculative.method = "mtp"
+    with pytest.raises(UnsupportedError, match=r"got method 'mtp', .* model.layers.2.mlp.experts"):
+        check_draft(config, ["model.layers.2.mlp.experts"])
 
 
 def test_no_draft_model_is_no_matter():
-    check_draft(SimpleNamespace(speculative_config=None))
+    check_draft(SimpleNamespace(speculative_config=None), [])
     without = SimpleNamespace(method="suffix", draft_model_config=None)
-    check_draft(SimpleNamespace(speculative_config=without))
+    check_draft(SimpleNamespace(speculative_config=without), [])
 
 
 def test_a_workspace_without_room_is_refused_by_the_option_that_sizes_it():

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from firesteel.errors import InvalidArgumentError, UnsupportedError
+from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from tests.checkpoints import STORAGES, write, write_tensors
 
 pytestmark = [
@@ -91,13 +92,83 @@ def test_a_draft_model_is_refused_before_its_target_is_read(config, engine):
         config.get_quant_method(_linear(), "lm_head")
 
 
+def _expanded(config):
+    """A linear of the engine's, read."""
+    linear = nn.Module()
+    linear.weight = nn.Parameter(torch.empty(128, 128), requires_grad=False)
+    linear.weight.weight_loader = lambda weight, matrix: weight.copy_(matrix)
+    linear.output_size, linear.input_size = linear.weight.shape
+    config.get_quant_method(_linear(), f"{ATTENTION}.o_proj")._expand(linear)
+    return linear
+
+
 def test_weights_are_read_once(config, engine):
-    config.get_checkpoint_weight_mapper()
-    config.model.is_read = True
+    assert config.get_checkpoint_weight_mapper().orig_to_new_regex
+    linear = _expanded(config)
+    # So vLLM begins to load a second time.
+    linear.to("meta")
     with pytest.raises(
         UnsupportedError, match="are read once; the engine has dropped its own, start"
     ):
         config.get_checkpoint_weight_mapper()
+
+
+def test_a_draft_model_that_comes_after_its_target_is_the_engine_s_if_it_is_plain(config, engine):
+    _expanded(config)
+    assert not config.get_checkpoint_weight_mapper().orig_to_new_regex
+    config.get_quant_method(_linear(), "model.layers.1.mlp.gate")
+    with pytest.raises(UnsupportedError, match=f"{ATTENTION}.o_proj of the draft model is quant"):
+        config.get_quant_method(_linear(), f"{ATTENTION}.o_proj")
+
+
+def test_a_head_that_the_engine_ties_is_refused(module, tmp_path):
+    storage = STORAGES["ct-w4-g32"]
+    written = write(tmp_path / "it", "qwen3_moe", storage, also=("lm_head.weight",))
+    made = module.FiresteelConfig.from_config({})
+    with pytest.raises(CheckpointError, match="lm_head: quantised, but the config says tie_word_e"):
+        made.maybe_update_config(str(written.path), SimpleNamespace(tie_word_embeddings=True))
+    made.maybe_update_config(str(written.path), SimpleNamespace(tie_word_embeddings=False))
+
+
+def test_a_workspace_without_room_is_refused_before_weights_are_read(
+    module, config, engine, monkeypatch
+):
+    engine.scheduler_config = SimpleNamespace(max_num_batched_tokens=8192)
+    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    config.model.unfilled["it"] = nn.BatchNorm1d(1)
+    config.model.workspace_bytes = 1000
+    config.get_checkpoint_weight_mapper()
+    config.model.workspace_bytes = 1001
+    with pytest.raises(UnsupportedError, match=r"max_num_batched_tokens: got 8192, .* 1,001 bytes"):
+        config.get_checkpoint_weight_mapper()
+
+
+def test_a_checkpoint_is_of_the_revision_that_the_engine_has(module, monkeypatch):
+    asked = []
+
+    def refuse(*given):
+        asked.append(given)
+        raise CheckpointError("here")
+
+    monkeypatch.setattr(module.Model, "open", refuse)
+    for hf_config in (SimpleNamespace(_commit_hash="abc"), SimpleNamespace()):
+        with pytest.raises(CheckpointError, match="here"):
+            module.FiresteelConfig.from_config({}).maybe_update_config("it", hf_config, "main")
+    assert asked == [("it", "abc"), ("it", "main")]
+    monkeypatch.setenv("FIRESTEEL_VLLM", "auto")
+    monkeypatch.setattr(module, "why_not", lambda *given: asked.append(given) or "no")
+    theirs = SimpleNamespace(name_or_path="it", model_type="qwen3_moe", _commit_hash="abc")
+    assert module.FiresteelConfig.override_quantization_method({}, None, theirs) is None
+    assert asked[-1] == ("it", {}, "qwen3_moe", "abc")
+
+
+def test_a_bundle_that_cannot_be_opened_ends_a_model_before_it_is_read(
+    module, tmp_path, monkeypatch
+):
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setenv("FIRESTEEL_BUNDLE", str(tmp_path))
+    with pytest.raises(InvalidArgumentError, match=r"bundle: .* has no readable manifest"):
+        module.FiresteelConfig.from_config({})
 
 
 def test_scales_of_a_cache_are_warned_of(module, config, engine, monkeypatch):

@@ -18,7 +18,15 @@ from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError
 
-__all__ = ["LoadPlan", "check_shapes", "lacking", "patterns_of", "plan_load", "unplaced"]
+__all__ = [
+    "LoadPlan",
+    "check_shapes",
+    "lacking",
+    "patterns_of",
+    "plan_load",
+    "predictors_of",
+    "unplaced",
+]
 
 _EXPERTS_MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.mlp\.experts")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
@@ -203,12 +211,23 @@ def patterns_of(names: Sequence[str]) -> list[str]:
     ]
 
 
+def predictors_of(model: Any) -> range:
+    """Layers after the model's last that predict further tokens, as its config says.
+
+    No model of transformers has them, and it names those to leave out for models of one size alone.
+    """
+    config = model.config.get_text_config()
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None)
+    return range(first, first + (count or 0))
+
+
 class _Finder:
     def __init__(self, model: Any) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._base = str(getattr(model, "base_model_prefix", "") or "")
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
+        self._predictors = predictors_of(model)
         kept = (
             *(getattr(model, "_keep_in_fp32_modules", None) or ()),
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
@@ -225,8 +244,11 @@ class _Finder:
         return (name, f"{self._base}.{name}", name.removeprefix(f"{self._base}."))
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the host says that it leaves out tensors of this name."""
-        return any(pattern.search(name) for pattern in self._ignored)
+        """Whether the host says that it leaves out tensors of this name, or the config does."""
+        layer = _LAYER.match(name)
+        return any(pattern.search(name) for pattern in self._ignored) or (
+            layer is not None and int(layer[1]) in self._predictors
+        )
 
     def check_not_tied(self, path: str, layer: str) -> None:
         """Refuse a quantised weight in whose place the host would use another one.

@@ -23,10 +23,16 @@ from firesteel.checkpoint.layers import ExpertLayer, scan
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.integrations.transformers.fill import fill
-from firesteel.integrations.transformers.plan import LoadPlan, patterns_of, plan_load
+from firesteel.integrations.transformers.plan import (
+    LoadPlan,
+    patterns_of,
+    plan_load,
+    predictors_of,
+)
 from firesteel.integrations.transformers.report import LoadReport
 from firesteel.integrations.transformers.save import saved_config, stored_tensors
-from firesteel.modules.kernels import attach_kernels
+from firesteel.modules.activation import stored_activation
+from firesteel.modules.kernels import attach_kernels, host_settings
 from firesteel.modules.packed import (
     IMPLEMENTATION,
     PackedExperts,
@@ -34,7 +40,6 @@ from firesteel.modules.packed import (
     experts_forward,
 )
 from firesteel.moe.activation import Activation
-from firesteel.settings import Settings
 
 __all__ = ["METHOD", "FiresteelConfig", "FiresteelQuantizer"]
 
@@ -86,7 +91,7 @@ class FiresteelQuantizer(HfQuantizer):
     def __init__(self, quantization_config: FiresteelConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         # A wrong variable ends here, not when all weights are read.
-        self._settings = Settings.from_env()
+        self._settings = host_settings()
         self._plan: LoadPlan | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -199,21 +204,14 @@ def _dtypes_of(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _activation(config: Any, plan: LoadPlan) -> Activation:
-    name = plan.contents.family.activation
-    if name is None:
-        activation = Activation(name=config.hidden_act)
-        if not activation.is_gated:
-            raise UnsupportedError(
-                f"hidden_act: got {config.hidden_act!r}, which has no gate; the experts of "
-                f"{plan.contents.family.title} have one"
-            )
-        return activation
-    # transformers 5.16 has the constants in the module, later ones in the config.
-    given = {
-        "limit": getattr(config, "swiglu_limit", None),
-        "alpha": getattr(config, "swiglu_alpha", None),
-    }
-    return Activation(name=name, **{key: v for key, v in given.items() if v is not None})
+    family = plan.contents.family
+    activation = stored_activation(family, config.to_dict())
+    if not activation.is_gated:
+        raise UnsupportedError(
+            f"hidden_act: got {config.hidden_act!r}, which has no gate; the experts of "
+            f"{family.title} have one"
+        )
+    return activation
 
 
 def _hide_from_host(model: Any, plan: LoadPlan) -> None:
@@ -223,6 +221,7 @@ def _hide_from_host(model: Any, plan: LoadPlan) -> None:
     if layers:
         numbers = "|".join(map(str, layers))
         unexpected.add(rf"layers\.(?:{numbers})\.(?:mlp|block_sparse_moe)\.experts\.")
+    unexpected.update(rf"layers\.{layer}\." for layer in predictors_of(model))
     unexpected.update(patterns_of(plan.claimed))
     missing = set(model._keys_to_ignore_on_load_missing or ())
     own = [

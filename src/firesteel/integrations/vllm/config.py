@@ -22,12 +22,14 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
+from firesteel.device import free_bytes
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.vllm.experts import FiresteelExperts
-from firesteel.integrations.vllm.limits import check_draft, check_load_format
+from firesteel.integrations.vllm.limits import check_draft, check_load_format, check_workspace
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model, why_not
 from firesteel.integrations.vllm.support import METHOD
+from firesteel.modules.kernels import host_settings
 from firesteel.settings import Settings
 
 __all__ = ["METHOD", "FiresteelConfig"]
@@ -51,7 +53,7 @@ class FiresteelConfig(QuantizationConfig):
 
     def __init__(self) -> None:
         super().__init__()
-        self._settings = Settings.from_env()
+        self._settings = host_settings()
         self._name: str | None = None
         self._revision: str | None = None
         self._model: Model | None = None
@@ -100,7 +102,7 @@ class FiresteelConfig(QuantizationConfig):
         """Claim what the user says firesteel shall load; with FIRESTEEL_VLLM=auto, what it can."""
         if user_quant == METHOD:
             # A wrong value ends here, not when all weights are read.
-            Settings.from_env()
+            host_settings()
             return METHOD
         if user_quant is not None:
             return None
@@ -137,6 +139,7 @@ class FiresteelConfig(QuantizationConfig):
             raise InvalidArgumentError(
                 f"quantization: got {METHOD!r}, must be None: nothing in {model_name} is quantised"
             )
+        self.model.check_head(is_tied=bool(getattr(hf_config, "tie_word_embeddings", False)))
         self.model.check_complete()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
@@ -148,7 +151,8 @@ class FiresteelConfig(QuantizationConfig):
         self._check_engine()
         is_draft = get_current_vllm_config().model_config.runner_type == "draft"
         method = self._method(layer, prefix.removeprefix(_DRAFT) if is_draft else prefix)
-        if method is not None and is_draft:
+        # The engine gives draft models of some methods its target's config; they come after it.
+        if method is not None and (is_draft or self.model.read):
             raise UnsupportedError(
                 f"speculative_config: {prefix} of the draft model is quantised, must be plain: "
                 "the engine's loaders of draft models do not let firesteel read"
@@ -164,8 +168,15 @@ class FiresteelConfig(QuantizationConfig):
             return
         config = get_current_vllm_config()
         check_load_format(config.load_config, self.model.checkpoint.path)
-        check_draft(config)
+        check_draft(config, self.model.predictors)
         self._is_checked = True
+
+    def _check_workspace(self) -> None:
+        needed = self.model.workspace_bytes
+        if needed:
+            max_tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
+            device = next(next(iter(self.model.unfilled.values())).buffers()).device
+            check_workspace(needed, free_bytes(device), max_tokens)
 
     def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
@@ -186,13 +197,17 @@ class FiresteelConfig(QuantizationConfig):
 
         Raises
             CheckpointError: a quantised matrix that no module took.
-            UnsupportedError: weights are loaded a second time.
+            UnsupportedError: weights are loaded a second time, or there is no room beside them.
         """
-        if self.model.is_read:
+        if self.model.is_dropped:
             raise UnsupportedError(
                 "reload_weights: quantised weights are read once; the engine has dropped its own, "
                 "start it again"
             )
+        if self.model.read:
+            # A plain draft model's, which vLLM loads after its target and with its config.
+            return WeightsMapper()
+        self._check_workspace()
         self.model.check_taken(has_head=get_pp_group().is_last_rank)
         # Asked for twice a load.
         log.info_once("firesteel reads %s", self.model.outline)

@@ -19,12 +19,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from firesteel.checkpoint.families import Geometry
 from firesteel.checkpoint.layers import ExpertLayer
 from firesteel.checkpoint.shards import shard_layer
-from firesteel.device import free_bytes
 from firesteel.integrations.vllm.limits import (
     activation_of,
     check_graphs,
     check_layer,
-    check_workspace,
     held_experts,
 )
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
@@ -94,7 +92,7 @@ class FiresteelExperts(FusedMoEMethodBase):
                 intermediate_size=self._own.scheme(2).k,
             ),
             (self._own.schemes(0, 1), self._own.schemes(2)),
-            activation_of(layer),
+            activation_of(layer, self.model.activation),
             bias_dtype=params_dtype if self._own.biases else None,
             expert_map=layer.expert_map,
         )
@@ -104,20 +102,20 @@ class FiresteelExperts(FusedMoEMethodBase):
         device = next(layer.packed.buffers()).device
         check_graphs([why] if why else [], device, is_eager=self._is_eager)
         if why is None:
-            self._check_workspace(layer.packed, device)
+            self.model.workspace_bytes = max(
+                self.model.workspace_bytes, self._workspace_bytes(layer.packed)
+            )
         self.model.unfilled[layer.layer_name] = layer.packed
         _register()
         self._layers[_place(layer)] = layer.packed
 
-    def _check_workspace(self, packed: PackedExperts, device: torch.device) -> None:
-        max_tokens = self._settings.max_tokens
-        needed = workspace_bytes(
+    def _workspace_bytes(self, packed: PackedExperts) -> int:
+        return workspace_bytes(
             packed,
             top_k=self.moe.experts_per_token,
             dtype=self.moe.in_dtype,
-            max_tokens=max_tokens,
+            max_tokens=self._settings.max_tokens,
         )
-        check_workspace(needed, free_bytes(device), max_tokens)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Read the experts; of the last layer, plan and prewarm the kernels of all.
@@ -125,7 +123,7 @@ class FiresteelExperts(FusedMoEMethodBase):
         So that happens before the engine measures what memory is left for its cache.
         """
         assert self._own is not None
-        self.model.is_read = True
+        self.model.read.append(layer.packed)
         with self.model.checkpoint.reader() as reader, torch.no_grad():
             fill_experts(layer.packed, self._own, reader)
         settle(layer.packed)

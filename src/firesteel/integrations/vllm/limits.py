@@ -5,7 +5,8 @@ Nothing here imports vLLM: its configs and layers come as they are, and are aske
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ __all__ = [
     "held_experts",
 ]
 
+# By the engine's names.
+_ACTIVATIONS = {
+    "SILU": "silu",
+    "SWIGLUOAI": "swigluoai",
+    "SWIGLUOAI_UNINTERLEAVE": "swigluoai",
+    "RELU2_NO_MUL": "relu2",
+    "SITU": "situ",
+}
 # The engine reads the checkpoint's own safetensors with these, or nothing.
 _LOAD_FORMATS = (
     "auto",
@@ -63,13 +72,14 @@ def check_load_format(load_config: Any, path: Path) -> None:
         )
 
 
-def check_draft(config: Any) -> None:
+def check_draft(config: Any, predictors: Sequence[str]) -> None:
     """Refuse a draft model that firesteel would load, before it or its target is read.
 
-    One that is no model of its own (a block of the target that predicts tokens) may be plain.
+    One that is no model of its own (layers of the target that predict tokens) may be plain.
 
     Args:
         config: the engine's, of the target or of the draft.
+        predictors: quantised matrices of the target's layers that predict tokens.
 
     Raises
         UnsupportedError: it is quantised.
@@ -85,6 +95,12 @@ def check_draft(config: Any) -> None:
             f"speculative_config: got the quantised draft model {draft.model}, must be plain, or "
             "be given a quantization of vLLM's own: its loaders of draft models do not let "
             "firesteel read"
+        )
+    # vLLM has one method for all kinds of such layers.
+    if speculative.method == "mtp" and predictors:
+        raise UnsupportedError(
+            f"speculative_config: got method 'mtp', must be another or None: {predictors[0]} is "
+            "quantised, and vLLM's loaders of draft models do not let firesteel read"
         )
 
 
@@ -155,28 +171,26 @@ def held_experts(expert_map: Tensor | None, geometry: Geometry, num_experts: int
     return held
 
 
-def activation_of(layer: Any) -> Activation:
+def activation_of(layer: Any, stored: Activation) -> Activation:
     """The engine's activation in our words.
 
+    Args:
+        stored: the checkpoint's, for constants that the engine's model does not pass.
+
     Raises
-        UnsupportedError: one that firesteel does not have.
+        UnsupportedError: one that firesteel does not have, or another than the checkpoint's.
     """
-    limit = layer.swiglu_limit
-    name = layer.activation.name
-    if name == "SILU":
-        return Activation(name="silu", limit=limit)
-    if name in ("SWIGLUOAI", "SWIGLUOAI_UNINTERLEAVE"):
-        given = {"alpha": layer.swiglu_alpha, "beta": layer.swiglu_beta}
-        return Activation(
-            name="swigluoai", limit=limit, **{n: v for n, v in given.items() if v is not None}
+    name = _ACTIVATIONS.get(layer.activation.name)
+    if name != stored.name:
+        raise UnsupportedError(
+            f"activation: got {layer.activation.value!r}, must be the checkpoint's {stored.name}"
         )
-    if name == "RELU2_NO_MUL":
-        return Activation(name="relu2")
-    if name == "SITU":
-        return Activation(name="situ")
-    raise UnsupportedError(
-        f"activation: got {layer.activation.value!r}, supported are silu, swigluoai, relu2 and situ"
-    )
+    given: dict[str, float | None] = {}
+    if name in ("silu", "swigluoai"):
+        given["limit"] = layer.swiglu_limit
+    if name == "swigluoai":
+        given |= {"alpha": layer.swiglu_alpha, "beta": layer.swiglu_beta}
+    return replace(stored, **{key: value for key, value in given.items() if value is not None})
 
 
 def check_graphs(refused: Collection[str], device: torch.device, *, is_eager: bool) -> None:

@@ -44,7 +44,7 @@ class _Expanded:
             CheckpointError: a matrix cannot be read, or has another shape than the module's.
         """
         weight = layer.weight
-        self.model.is_read = True
+        self.model.read.append(layer)
         with self.model.checkpoint.reader() as reader, torch.no_grad():
             for place, source in enumerate(self._sources):
                 if source is None:

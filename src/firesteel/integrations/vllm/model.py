@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from firesteel.checkpoint.families import FAMILIES
 from firesteel.checkpoint.files import INDEX, Checkpoint, read_index, resolve
 from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer, scan
@@ -22,9 +24,11 @@ from firesteel.integrations.transformers.plan import (
     plan_load,
     unplaced,
 )
+from firesteel.modules.activation import stored_activation
 from firesteel.modules.fill import check_zero_biases
 from firesteel.modules.kernels import KernelReport
 from firesteel.modules.packed import PackedExperts
+from firesteel.moe.activation import Activation
 
 __all__ = ["Model", "why_not"]
 
@@ -47,7 +51,8 @@ class Model:
         unfilled    expert layers that were made and not read yet, by prefix
         filled      those that were read
         kernels     which of them run on kernels; None until the last one is read
-        is_read     whether a module has read its weights
+        read        modules that have read their weights
+        workspace_bytes  of the workspace that kernels of the layers made so far will take
     """
 
     checkpoint: Checkpoint
@@ -56,7 +61,8 @@ class Model:
     unfilled: dict[str, PackedExperts] = field(default_factory=dict)
     filled: dict[str, PackedExperts] = field(default_factory=dict)
     kernels: KernelReport | None = None
-    is_read: bool = False
+    read: list[nn.Module] = field(default_factory=list)
+    workspace_bytes: int = 0
     _asked: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
 
@@ -73,18 +79,53 @@ class Model:
         checkpoint = Checkpoint.open(resolve(name, revision=None if is_folder else revision))
         _check_files(checkpoint)
         contents = scan(checkpoint)
-        heads = [s.layer for s in contents.dense if s.layer.rpartition(".")[2] == "lm_head"]
-        if heads and checkpoint.config.get("tie_word_embeddings"):
+        model = cls(checkpoint, contents)
+        model.check_head(is_tied=bool(checkpoint.config.get("tie_word_embeddings")))
+        return model
+
+    def check_head(self, *, is_tied: bool) -> None:
+        """Refuse a quantised head in whose place the engine would take the embedding.
+
+        Args:
+            is_tied: what a config says, the checkpoint's or the engine's.
+
+        Raises
+            CheckpointError: it would.
+        """
+        heads = [s.layer for s in self.contents.dense if s.layer.rpartition(".")[2] == "lm_head"]
+        if heads and is_tied:
             raise CheckpointError(
                 f"{heads[0]}: quantised, but the config says tie_word_embeddings: true, so that "
                 "its weight is that of the embedding"
             )
-        return cls(checkpoint, contents)
+
+    @property
+    def activation(self) -> Activation:
+        """Of the experts, as the checkpoint's config says it."""
+        return stored_activation(self.contents.family, self.checkpoint.config)
+
+    @property
+    def predictors(self) -> list[str]:
+        """Quantised matrices of layers after the model's last, which predict further tokens."""
+        last = self.contents.geometry.num_layers - 1
+        return [name for name in self._quantised if int(_layer_of(name) or 0) > last]
+
+    @property
+    def _quantised(self) -> list[str]:
+        """Expert layers and linears that firesteel reads."""
+        layers = (layer.prefix for layer in self.contents.experts if layer.is_packed)
+        return [*layers, *(source.layer for source in self.contents.dense)]
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the engine has dropped what was read, to read it again."""
+        tensors = (t for module in self.read for t in (*module.parameters(), *module.buffers()))
+        return any(tensor.is_meta for tensor in tensors)
 
     @property
     def is_quantized(self) -> bool:
         """Whether firesteel reads any of it."""
-        return bool(self.contents.dense) or any(e.is_packed for e in self.contents.experts)
+        return bool(self._quantised)
 
     def experts(self, prefix: str) -> ExpertLayer | None:
         """The layer of an experts module; None where its experts are plain."""
@@ -158,8 +199,7 @@ class Model:
             CheckpointError: one of a layer that it has built, or of none.
         """
         asked = {*self._asked, *([""] if has_head else [])}
-        layers = [layer.prefix for layer in self.contents.experts if layer.is_packed]
-        for name in (*layers, *(source.layer for source in self.contents.dense)):
+        for name in self._quantised:
             if name not in self._taken and _layer_of(name) in asked:
                 raise CheckpointError(
                     f"{name}: quantised in the checkpoint, the engine's model has no such module"
