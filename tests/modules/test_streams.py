@@ -1,4 +1,4 @@
-"""Layers whose streams take one arena in turn, against a driver that remembers launches."""
+"""Layers whose streams take one arena in turn or have their own, against the stub driver."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -44,15 +44,18 @@ class Layer:
 
 
 class Rig:
-    """A layer on one arena; each thread says which stream is its own.
+    """A layer on one arena, or on one a stream; each thread says which stream is its own.
 
     Fields
-        arena      the one that streams take in turn
+        arenas     of the layer
+        arena      the first, which streams take in turn where it is the only one
         waits      of each wait: the stream that waits, the other, and the calls before it
         capturing  streams under capture
     """
 
-    def __init__(self, driver: StubDriver, launcher: str, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, driver: StubDriver, launcher: str, patch: pytest.MonkeyPatch, *, is_one: bool = True
+    ) -> None:
         self._own = threading.local()
         self._driver = driver
         self.waits: list[tuple[int, int, int]] = []
@@ -62,9 +65,9 @@ class Rig:
         patch.setattr(kernels, "wait_for_stream", self._wait)
         ready = ready_on_stub(PLAN, driver, settings=Settings(cache="off", launcher=launcher))
         ready.stream_of = lambda _: self._own.stream
-        arenas = Arenas(PLAN.workspace.num_bytes, torch.device("cpu"), is_one=True)
-        self.arena = arenas.first
-        self._layer = LayerKernels(ready, tensors_of(SPEC, IDS), arenas, Layer)
+        self.arenas = Arenas(PLAN.workspace.num_bytes, torch.device("cpu"), is_one=is_one)
+        self.arena = self.arenas.first
+        self._layer = LayerKernels(ready, tensors_of(SPEC, IDS), self.arenas, Layer)
         driver.reset()
 
     def _wait(self, _: torch.device, other: int) -> None:
@@ -135,6 +138,23 @@ def test_a_stream_that_may_not_wait_does_not_launch(
     # Nor does it keep the turn.
     rig.call(1)
     assert rig.streams() == [1, 1]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stream_has_no_arena_of_its_own_until_it_is_called_without_capture(
+    driver: StubDriver, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(driver, launcher, monkeypatch, is_one=False)
+    rig.call(1)
+    rig.capturing.add(2)
+    driver.set_capturing(2, True)
+    rig.call(2)
+    assert (rig.arenas.as_dict()["count"], rig.arena.owner) == (1, 1)
+    driver.set_capturing(2, False)
+    rig.capturing.clear()
+    rig.call(2)
+    assert (rig.arenas.as_dict()["count"], rig.arenas.of(2).owner) == (2, 2)
+    assert (rig.streams(), rig.waits) == ([1, 2, 2], [])
 
 
 def test_threads_on_streams_of_their_own_launch_after_each_other(rig: Rig) -> None:
@@ -237,3 +257,28 @@ def test_one_type_of_ids_and_one_arena_are_planned_where_asked_for(
         assert list(ready.plan.tables) == [(("ids", "i32"),)]
         assert ready.plan.max_tokens == 8
     assert [arenas.is_one for arenas in report.arenas] == [True]
+
+
+@pytest.mark.parametrize("one_arena", [False, True])
+def test_compiled_code_runs_on_the_first_arena_and_on_its_stream_alone(
+    attach: Callable[..., Any], driver: StubDriver, one_arena: bool
+) -> None:
+    report, (layer, *_) = attach(one_arena=one_arena)
+    (arenas,) = report.arenas
+    x = torch.ones(5, layer.hidden_dim, dtype=torch.bfloat16)
+    call = (x, torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2))
+    torch.compiler.reset()
+    compiled: Any = torch.compile(layer.kernels, backend="eager", fullgraph=True, dynamic=False)
+    driver.reset()
+    arenas.first.owner_cell[0] = 7
+    with pytest.raises(ArenaError, match="must be run on its own stream"):
+        compiled(*call)
+    assert driver.launches() == []
+    arenas.first.release()
+    compiled(*call)
+    launched = [launch.function for launch in driver.launches()]
+    layer.kernels(*call)
+    assert launched
+    assert [launch.function for launch in driver.launches()] == launched * 2
+    assert arenas.as_dict()["count"] == 1
+    torch.compiler.reset()
