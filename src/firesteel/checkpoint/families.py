@@ -24,6 +24,7 @@ __all__ = [
     "expert_name",
     "family_of",
     "module_path",
+    "predictors_of",
 ]
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -120,6 +121,22 @@ class Geometry:
             hidden_size=_positive(config, ("hidden_size",)),
             intermediate_size=_positive(config, family.intermediate_size),
         )
+
+
+def predictors_of(config: Mapping[str, Any], num_layers: int) -> range:
+    """Layers after a model's last that predict further tokens, as its config says.
+
+    Not the default of a host's config class, which counts one where the file has none.
+
+    Raises
+        CheckpointError: the field is no integer from 0.
+    """
+    count = config.get("num_nextn_predict_layers") or 0
+    if type(count) is not int or count < 0:
+        raise CheckpointError(
+            f"config.json: num_nextn_predict_layers is {count!r}, must be an integer from 0"
+        )
+    return range(num_layers, num_layers + count)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -22,6 +22,7 @@ from firesteel.checkpoint.families import (
     Family,
     Geometry,
     family_of,
+    predictors_of,
 )
 from firesteel.checkpoint.files import Checkpoint
 from firesteel.checkpoint.sources import (
@@ -88,7 +89,13 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds."""
+    """What a checkpoint holds.
+
+    Fields
+        dense         quantised linears, and what else is quantised
+        dense_extras  tensors of their formats that nothing reads
+        predictors    layers after the model's last that its config says predict further tokens
+    """
 
     checkpoint: Checkpoint
     family: Family
@@ -96,6 +103,7 @@ class Contents:
     experts: tuple[ExpertLayer, ...]
     dense: tuple[QuantizedSource, ...]
     dense_extras: tuple[str, ...] = ()
+    predictors: range = range(0)
 
 
 @dataclass(slots=True)
@@ -182,6 +190,7 @@ class _Scanner:
             experts=tuple(self._experts(number, layers[number]) for number in sorted(layers)),
             dense=tuple(dense),
             dense_extras=tuple(dense_extras),
+            predictors=predictors_of(self.checkpoint.config, self.geometry.num_layers),
         )
 
     def _check_names(self) -> None:

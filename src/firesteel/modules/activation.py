@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firesteel.checkpoint.families import Family
-from firesteel.errors import CheckpointError
+from firesteel.errors import CheckpointError, UnsupportedError
 from firesteel.moe.activation import Activation
 
 __all__ = ["stored_activation"]
@@ -21,10 +21,17 @@ def stored_activation(family: Family, config: Mapping[str, Any]) -> Activation:
 
     Raises
         CheckpointError: a constant is no number.
-        UnsupportedError: an activation that firesteel does not have.
+        UnsupportedError: an activation that firesteel does not have, or one without a gate.
     """
     if family.activation is None:
-        return Activation(name=str(config.get("hidden_act")))
+        # As in the config class of each of these families.
+        activation = Activation(name=str(config.get("hidden_act", "silu")))
+        if not activation.is_gated:
+            raise UnsupportedError(
+                f"hidden_act: got {activation.name!r}, which has no gate; the experts of "
+                f"{family.title} have one"
+            )
+        return activation
     # transformers 5.16 has the constants in the module, later ones in the config.
     given = {"limit": config.get("swiglu_limit"), "alpha": config.get("swiglu_alpha")}
     for name, value in given.items():

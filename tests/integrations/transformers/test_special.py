@@ -142,11 +142,18 @@ def test_a_plain_layer_of_token_prediction_is_not_counted(tmp_path):
 
 def test_a_layer_of_token_prediction_is_known_by_the_config(tmp_path):
     storage = STORAGES["ct-w4-g32"]
-    written = write(tmp_path / "in", "deepseek_v3", storage, num_nextn_predict_layers=1)
-    write_tensors(written.path, {**written.tensors, **_copy_of_layer(written.tensors, 2, 3)})
-    assert load_report(load_model(written.path)).ignored == ("model.layers.3.mlp.experts",)
-    write_tensors(written.path, {**written.tensors, **_copy_of_layer(written.tensors, 2, 4)})
-    with pytest.raises(CheckpointError, match=r"layers\.4\.mlp\.experts: .* no such layer"):
+    written = write(tmp_path / "in", "deepseek_v3", storage)
+    more = {**_copy_of_layer(written.tensors, 2, 3), **_copy_of_layer(written.tensors, 2, 4)}
+    write_tensors(written.path, {**written.tensors, **more})
+    edit_config(written.path, num_nextn_predict_layers=2)
+    ignored = ("model.layers.3.mlp.experts", "model.layers.4.mlp.experts")
+    assert load_report(load_model(written.path)).ignored == ignored
+    for count, lacking in ((1, 4), (None, 3)):
+        edit_config(written.path, num_nextn_predict_layers=count)
+        with pytest.raises(CheckpointError, match=rf"layers\.{lacking}\.mlp\.experts: .* no such"):
+            load_model(written.path)
+    edit_config(written.path, num_nextn_predict_layers="2")
+    with pytest.raises(CheckpointError, match="num_nextn_predict_layers is '2', must be an integ"):
         load_model(written.path)
 
 

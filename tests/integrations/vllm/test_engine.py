@@ -1,6 +1,7 @@
 """vLLM's own engine on a CPU gives the tokens of transformers' model of the stored numbers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,15 +216,39 @@ def test_draft_models_may_be_plain_and_their_target_quantised(tmp_path):
     assert report["layers"] == 7
 
 
-def test_quantised_layers_that_predict_are_refused_with_the_option_alone(tmp_path):
-    storage = STORAGES["ct-w4-g32"]
-    written = write(tmp_path / "a", "glm4_moe", storage, linears=True, num_hidden_layers=4)
-    edit_config(written.path, num_hidden_layers=3, num_nextn_predict_layers=1)
-    given = {"path": str(written.path), "prompts": PROMPTS, "max_tokens": 2}
+def _write_predicting(path, **options):
+    """A checkpoint whose fourth layer predicts a further token, and its model without it."""
+    written = write(path, "glm4_moe", STORAGES["ct-w4-g32"], num_hidden_layers=4, **options)
+    head = "model.layers.3."
+    norms = {f"{head}{name}.weight": torch.ones(128) for name in ("enorm", "hnorm")}
+    own = {
+        **norms,
+        f"{head}shared_head.norm.weight": torch.ones(128),
+        f"{head}shared_head.head.weight": written.tensors["lm_head.weight"].clone(),
+        f"{head}embed_tokens.weight": written.tensors["model.embed_tokens.weight"].clone(),
+        f"{head}eh_proj.weight": torch.eye(128, 256),
+    }
+    tensors = {**written.tensors, **{name: tensor.bfloat16() for name, tensor in own.items()}}
+    write_tensors(path, tensors)
+    edit_config(path, num_hidden_layers=3, num_nextn_predict_layers=1)
+    state = {name: t for name, t in written.state.items() if not name.startswith(head)}
+    return replace(written, tensors=tensors, state=state)
+
+
+def test_layers_that_predict_may_be_plain_and_are_refused_if_quantised(tmp_path):
+    quantised = _write_predicting(tmp_path / "a", linears=True)
+    plain = _write_predicting(tmp_path / "b", plain_layers=(3,))
+    given = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
     mtp = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-    refused, got = run([{**given, "options": mtp}, {**given, "options": {}}])
+    cases = [(quantised, mtp), (quantised, {}), (plain, mtp)]
+    refused, *others = run(
+        [{"path": str(w.path), **given, "options": options} for w, options in cases]
+    )
     assert "got method 'mtp', must be another or None: model.layers.3.mlp." in refused["error"]
-    assert got["reports"][0]["layers"] == 2
+    for got, written in zip(others, (quantised, plain), strict=True):
+        assert "error" not in got, got["error"]
+        assert got["tokens"] == _tokens(oracle(written))
+        assert got["reports"][0]["layers"] == 2
 
 
 def test_it_claims_what_it_is_told_to_and_nothing_else(tmp_path):

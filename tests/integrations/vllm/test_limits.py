@@ -14,6 +14,7 @@ from firesteel.integrations.vllm.limits import (
     check_layer,
     check_load_format,
     check_workspace,
+    draft_of,
     held_experts,
 )
 from firesteel.moe.activation import Activation
@@ -23,8 +24,6 @@ ACTIVATIONS = {
     "SILU": "silu",
     "SWIGLUOAI": "swigluoai",
     "SWIGLUOAI_UNINTERLEAVE": "swigluoai",
-    "RELU2_NO_MUL": "relu2",
-    "SITU": "situ",
 }
 
 
@@ -121,7 +120,7 @@ def test_quantised_draft_models_are_refused(method, name, quantization, is_refus
         speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
     )
     if not is_refused:
-        check_draft(config, [])
+        check_draft(config, ["model.layers.2.mlp.experts"] if method != "mtp" else [])
         return
     with pytest.raises(UnsupportedError, match=f"got the quantised draft model {name}, must be"):
         check_draft(config, [])
@@ -134,13 +133,28 @@ def test_quantised_layers_that_predict_are_refused_where_the_engine_would_run_th
         model_config=SimpleNamespace(model="it"), speculative_config=speculative
     )
     check_draft(config, ["model.layers.2.mlp.experts"])
+    assert draft_of(config) is None
     speculative.method = "mtp"
+    assert draft_of(config) == "target"
+    draft.quantization = "compressed-tensors"
     with pytest.raises(UnsupportedError, match=r"got method 'mtp', .* model.layers.2.mlp.experts"):
         check_draft(config, ["model.layers.2.mlp.experts"])
 
 
+@pytest.mark.parametrize(
+    ("method", "name", "kind"),
+    [("eagle", "other", "other"), ("mtp", "other", "other"), ("mtp", "it", "target")],
+)
+def test_a_draft_is_another_model_or_layers_of_the_target(method, name, kind):
+    draft = SimpleNamespace(model=name, quantization=None)
+    speculative = SimpleNamespace(method=method, draft_model_config=draft)
+    model = SimpleNamespace(model="it")
+    assert draft_of(SimpleNamespace(model_config=model, speculative_config=speculative)) == kind
+
+
 def test_no_draft_model_is_no_matter():
     check_draft(SimpleNamespace(speculative_config=None), [])
+    assert draft_of(SimpleNamespace(speculative_config=None)) is None
     without = SimpleNamespace(method="suffix", draft_model_config=None)
     check_draft(SimpleNamespace(speculative_config=without), [])
 

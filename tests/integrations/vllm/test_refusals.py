@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from firesteel.settings import Settings
 from tests.checkpoints import STORAGES, write, write_tensors
 
 pytestmark = [
@@ -104,19 +105,35 @@ def _expanded(config):
 
 def test_weights_are_read_once(config, engine):
     assert config.get_checkpoint_weight_mapper().orig_to_new_regex
-    linear = _expanded(config)
-    # So vLLM begins to load a second time.
-    linear.to("meta")
-    with pytest.raises(
-        UnsupportedError, match="are read once; the engine has dropped its own, start"
-    ):
+    _expanded(config)
+    with pytest.raises(UnsupportedError, match="reload_weights: quantised weights are read once"):
         config.get_checkpoint_weight_mapper()
 
 
-def test_a_draft_model_that_comes_after_its_target_is_the_engine_s_if_it_is_plain(config, engine):
-    _expanded(config)
+def _speculate(engine, method, model):
+    draft = SimpleNamespace(model=model, quantization=None)
+    engine.speculative_config = SimpleNamespace(method=method, draft_model_config=draft)
+
+
+def test_a_plain_draft_model_that_comes_after_its_target_is_the_engine_s(config, engine):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    _speculate(engine, "eagle", "other")
+    linear = _expanded(config)
     assert not config.get_checkpoint_weight_mapper().orig_to_new_regex
-    config.get_quant_method(_linear(), "model.layers.1.mlp.gate")
+    # Of the draft's own layer of this name.
+    method = config.get_quant_method(_linear(), f"{ATTENTION}.o_proj")
+    assert type(method) is UnquantizedLinearMethod
+    # So vLLM begins to load a second time.
+    linear.to("meta")
+    with pytest.raises(UnsupportedError, match="reload_weights: quantised weights are read once"):
+        config.get_checkpoint_weight_mapper()
+
+
+def test_quantised_layers_that_predict_are_refused_where_they_are_made(config, engine):
+    _speculate(engine, "mtp", "it")
+    _expanded(config)
+    assert config.get_quant_method(_linear(), "model.layers.1.mlp.gate") is not None
     with pytest.raises(UnsupportedError, match=f"{ATTENTION}.o_proj of the draft model is quant"):
         config.get_quant_method(_linear(), f"{ATTENTION}.o_proj")
 
@@ -130,17 +147,52 @@ def test_a_head_that_the_engine_ties_is_refused(module, tmp_path):
     made.maybe_update_config(str(written.path), SimpleNamespace(tie_word_embeddings=False))
 
 
-def test_a_workspace_without_room_is_refused_before_weights_are_read(
-    module, config, engine, monkeypatch
-):
-    engine.scheduler_config = SimpleNamespace(max_num_batched_tokens=8192)
-    monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
-    config.model.unfilled["it"] = nn.BatchNorm1d(1)
-    config.model.workspace_bytes = 1000
-    config.get_checkpoint_weight_mapper()
-    config.model.workspace_bytes = 1001
-    with pytest.raises(UnsupportedError, match=r"max_num_batched_tokens: got 8192, .* 1,001 bytes"):
+def _make_experts(experts, model):
+    """A layer of the engine's, its weights not read."""
+    ranks = SimpleNamespace(
+        tp_rank=0, tp_size=1, dp_size=1, pcp_size=1, ep_size=1, enable_eplb=False,
+        use_all2all_kernels=False,
+    )  # fmt: skip
+    method = object.__new__(experts.FiresteelExperts)
+    method.moe = SimpleNamespace(
+        moe_parallel_config=ranks, experts_per_token=2, in_dtype=torch.bfloat16
+    )
+    method.model, method._whole = model, model.contents.experts[0]
+    method._settings, method._is_eager, method._layers = Settings(max_tokens=256), False, {}
+    layer = SimpleNamespace(
+        layer_name="it", expert_map=None, apply_router_weight_on_input=False,
+        activation=SimpleNamespace(name="SILU", value="silu"), swiglu_limit=None,
+    )  # fmt: skip
+    sizes = model.contents.geometry
+    method.create_weights(
+        layer, sizes.num_experts, sizes.hidden_size, sizes.intermediate_size, torch.bfloat16
+    )
+
+
+def test_a_workspace_without_room_is_refused_before_weights_are_read(config, engine, monkeypatch):
+    from firesteel.integrations.vllm import experts, model
+
+    monkeypatch.setattr(experts, "why_no_kernels", lambda *_, **__: None)
+    monkeypatch.setattr(experts, "workspace_bytes", lambda *_, max_tokens, **__: 4 * max_tokens)
+    monkeypatch.setattr(model, "free_bytes", lambda _: 1023)
+    _make_experts(experts, config.model)
+    with pytest.raises(UnsupportedError, match=r"max_num_batched_tokens: got 256, .* 1,024 bytes"):
         config.get_checkpoint_weight_mapper()
+    monkeypatch.setattr(model, "free_bytes", lambda _: 1024)
+    config.get_checkpoint_weight_mapper()
+    monkeypatch.setattr(model, "free_bytes", lambda _: 0)
+    # Once: later much of it is taken by weights that were counted.
+    config.get_checkpoint_weight_mapper()
+
+
+def test_layers_without_kernels_end_a_model_with_graphs_when_they_are_made(config, monkeypatch):
+    from firesteel.integrations.vllm import experts
+
+    with torch.device("cpu"):
+        _make_experts(experts, config.model)
+    monkeypatch.setattr(experts, "check_graphs", lambda why, *_, **given: pytest.fail(why[0]))
+    with pytest.raises(pytest.fail.Exception, match="device: cpu, kernels need a CUDA device"):
+        _make_experts(experts, config.model)
 
 
 def test_a_checkpoint_is_of_the_revision_that_the_engine_has(module, monkeypatch):

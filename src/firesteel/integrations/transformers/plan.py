@@ -24,7 +24,6 @@ __all__ = [
     "lacking",
     "patterns_of",
     "plan_load",
-    "predictors_of",
     "unplaced",
 ]
 
@@ -77,7 +76,7 @@ def plan_load(model: nn.Module, contents: Contents) -> LoadPlan:
         CheckpointError: experts of the model are not in the checkpoint, a quantised matrix of the
             checkpoint has no module in the model, or its shape differs from the module's.
     """
-    finder = _Finder(model)
+    finder = _Finder(model, contents.predictors)
     ignored: list[str] = []
     experts: dict[str, ExpertLayer] = {}
     for layer in contents.experts:
@@ -123,7 +122,7 @@ def lacking(model: nn.Module, plan: LoadPlan) -> list[str]:
     Args:
         model: the skeleton that the plan was made for.
     """
-    finder = _Finder(model)
+    finder = _Finder(model, plan.contents.predictors)
     held: set[str] = set()
     for name in plan.contents.checkpoint.headers:
         held.update(finder.candidates(module_path(name)))
@@ -145,7 +144,7 @@ def check_shapes(model: nn.Module, plan: LoadPlan) -> None:
     Raises
         CheckpointError: it names the first.
     """
-    finder = _Finder(model)
+    finder = _Finder(model, plan.contents.predictors)
     state = model.state_dict()
     headers = plan.contents.checkpoint.headers
     for name in _plain(plan):
@@ -163,7 +162,7 @@ def unplaced(model: nn.Module, plan: LoadPlan) -> list[str]:
     Args:
         model: the skeleton that the plan was made for.
     """
-    finder = _Finder(model)
+    finder = _Finder(model, plan.contents.predictors)
     state = model.state_dict()
     found: list[str] = []
     for name in _plain(plan):
@@ -211,23 +210,14 @@ def patterns_of(names: Sequence[str]) -> list[str]:
     ]
 
 
-def predictors_of(model: Any) -> range:
-    """Layers after the model's last that predict further tokens, as its config says.
-
-    No model of transformers has them, and it names those to leave out for models of one size alone.
-    """
-    config = model.config.get_text_config()
-    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None)
-    return range(first, first + (count or 0))
-
-
 class _Finder:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, predictors: range) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self._base = str(getattr(model, "base_model_prefix", "") or "")
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        self._ignored = [re.compile(pattern) for pattern in ignored]
-        self._predictors = predictors_of(model)
+        # Hosts name layers that predict further tokens for models of one size alone.
+        own = [rf"layers\.{layer}\." for layer in predictors]
+        self._ignored = [re.compile(pattern) for pattern in (*ignored, *own)]
         kept = (
             *(getattr(model, "_keep_in_fp32_modules", None) or ()),
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
@@ -244,11 +234,8 @@ class _Finder:
         return (name, f"{self._base}.{name}", name.removeprefix(f"{self._base}."))
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the host says that it leaves out tensors of this name, or the config does."""
-        layer = _LAYER.match(name)
-        return any(pattern.search(name) for pattern in self._ignored) or (
-            layer is not None and int(layer[1]) in self._predictors
-        )
+        """Whether the host says that it leaves out tensors of this name."""
+        return any(pattern.search(name) for pattern in self._ignored)
 
     def check_not_tied(self, path: str, layer: str) -> None:
         """Refuse a quantised weight in whose place the host would use another one.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from firesteel.checkpoint.files import Checkpoint
-from firesteel.checkpoint.layers import ExpertLayer, scan
-from firesteel.errors import CheckpointError, InvalidArgumentError, UnsupportedError
+from firesteel.checkpoint.layers import scan
+from firesteel.errors import CheckpointError, InvalidArgumentError
 from firesteel.formats.quantize import parse_recipe
 from firesteel.integrations.transformers.fill import fill
-from firesteel.integrations.transformers.plan import (
-    LoadPlan,
-    patterns_of,
-    plan_load,
-    predictors_of,
-)
+from firesteel.integrations.transformers.plan import LoadPlan, patterns_of, plan_load
 from firesteel.integrations.transformers.report import LoadReport
 from firesteel.integrations.transformers.save import saved_config, stored_tensors
 from firesteel.modules.activation import stored_activation
@@ -39,7 +34,6 @@ from firesteel.modules.packed import (
     PackedLinear,
     experts_forward,
 )
-from firesteel.moe.activation import Activation
 
 __all__ = ["METHOD", "FiresteelConfig", "FiresteelQuantizer"]
 
@@ -139,8 +133,8 @@ class FiresteelQuantizer(HfQuantizer):
         plan = plan_load(model, contents)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         with torch.device("meta"):
-            for path, layer in plan.experts.items():
-                model.set_submodule(path, self._experts(model, layer, plan, dtype))
+            for path, experts in _experts(model, plan, dtype):
+                model.set_submodule(path, experts)
             for path, source in plan.packed.items():
                 linear = model.get_submodule(path)
                 model.set_submodule(path, PackedLinear(source.scheme, linear.bias, dtype))
@@ -150,17 +144,6 @@ class FiresteelQuantizer(HfQuantizer):
         self._dtypes = _dtypes_of(model, dtype)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         return model
-
-    def _experts(
-        self, model: Any, layer: ExpertLayer, plan: LoadPlan, dtype: torch.dtype
-    ) -> PackedExperts:
-        return PackedExperts(
-            model.config,
-            plan.contents.geometry,
-            (layer.schemes(0, 1), layer.schemes(2)),
-            _activation(model.config, plan),
-            dtype if layer.biases else None,
-        )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del kwargs
@@ -203,15 +186,25 @@ def _dtypes_of(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     }
 
 
-def _activation(config: Any, plan: LoadPlan) -> Activation:
-    family = plan.contents.family
-    activation = stored_activation(family, config.to_dict())
-    if not activation.is_gated:
-        raise UnsupportedError(
-            f"hidden_act: got {config.hidden_act!r}, which has no gate; the experts of "
-            f"{family.title} have one"
+def _experts(
+    model: Any, plan: LoadPlan, dtype: torch.dtype
+) -> Generator[tuple[str, PackedExperts]]:
+    """The modules of packed experts by their paths."""
+    if not plan.experts:
+        return
+    # Once: a config may say of each of thousands of modules how it is quantised.
+    activation = stored_activation(plan.contents.family, model.config.to_dict())
+    for path, layer in plan.experts.items():
+        yield (
+            path,
+            PackedExperts(
+                model.config,
+                plan.contents.geometry,
+                (layer.schemes(0, 1), layer.schemes(2)),
+                activation,
+                dtype if layer.biases else None,
+            ),
         )
-    return activation
 
 
 def _hide_from_host(model: Any, plan: LoadPlan) -> None:
@@ -221,7 +214,7 @@ def _hide_from_host(model: Any, plan: LoadPlan) -> None:
     if layers:
         numbers = "|".join(map(str, layers))
         unexpected.add(rf"layers\.(?:{numbers})\.(?:mlp|block_sparse_moe)\.experts\.")
-    unexpected.update(rf"layers\.{layer}\." for layer in predictors_of(model))
+    unexpected.update(rf"layers\.{layer}\." for layer in plan.contents.predictors)
     unexpected.update(patterns_of(plan.claimed))
     missing = set(model._keys_to_ignore_on_load_missing or ())
     own = [

@@ -22,10 +22,9 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
-from firesteel.device import free_bytes
 from firesteel.errors import InvalidArgumentError, UnsupportedError
 from firesteel.integrations.vllm.experts import FiresteelExperts
-from firesteel.integrations.vllm.limits import check_draft, check_load_format, check_workspace
+from firesteel.integrations.vllm.limits import check_draft, check_load_format, draft_of
 from firesteel.integrations.vllm.linear import FiresteelHead, FiresteelLinear
 from firesteel.integrations.vllm.model import Model, why_not
 from firesteel.integrations.vllm.support import METHOD
@@ -58,6 +57,7 @@ class FiresteelConfig(QuantizationConfig):
         self._revision: str | None = None
         self._model: Model | None = None
         self._is_checked = False
+        self._draft: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For the engine's workers, each of which opens the checkpoint itself."""
@@ -149,10 +149,14 @@ class FiresteelConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What loads and runs a module; None for the engine's own."""
         self._check_engine()
-        is_draft = get_current_vllm_config().model_config.runner_type == "draft"
-        method = self._method(layer, prefix.removeprefix(_DRAFT) if is_draft else prefix)
-        # The engine gives draft models of some methods its target's config; they come after it.
-        if method is not None and (is_draft or self.model.read):
+        # A draft model that is given its target's config comes after it, whatever else it says.
+        is_draft = bool(self.model.read) or (
+            get_current_vllm_config().model_config.runner_type == "draft"
+        )
+        method = None
+        if not (is_draft and self._draft == "other"):
+            method = self._method(layer, prefix.removeprefix(_DRAFT) if is_draft else prefix)
+        if method is not None and is_draft:
             raise UnsupportedError(
                 f"speculative_config: {prefix} of the draft model is quantised, must be plain: "
                 "the engine's loaders of draft models do not let firesteel read"
@@ -168,15 +172,9 @@ class FiresteelConfig(QuantizationConfig):
             return
         config = get_current_vllm_config()
         check_load_format(config.load_config, self.model.checkpoint.path)
-        check_draft(config, self.model.predictors)
+        check_draft(config, self.model.after_last)
+        self._draft = draft_of(config)
         self._is_checked = True
-
-    def _check_workspace(self) -> None:
-        needed = self.model.workspace_bytes
-        if needed:
-            max_tokens = get_current_vllm_config().scheduler_config.max_num_batched_tokens
-            device = next(next(iter(self.model.unfilled.values())).buffers()).device
-            check_workspace(needed, free_bytes(device), max_tokens)
 
     def _method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
@@ -199,15 +197,15 @@ class FiresteelConfig(QuantizationConfig):
             CheckpointError: a quantised matrix that no module took.
             UnsupportedError: weights are loaded a second time, or there is no room beside them.
         """
-        if self.model.is_dropped:
+        if self.model.is_dropped or (self.model.read and self._draft is None):
             raise UnsupportedError(
-                "reload_weights: quantised weights are read once; the engine has dropped its own, "
-                "start it again"
+                "reload_weights: quantised weights are read once; the engine may have dropped its "
+                "own, start it again"
             )
         if self.model.read:
-            # A plain draft model's, which vLLM loads after its target and with its config.
+            # A draft model's, which vLLM loads after its target and with its config.
             return WeightsMapper()
-        self._check_workspace()
+        self.model.check_room()
         self.model.check_taken(has_head=get_pp_group().is_last_rank)
         # Asked for twice a load.
         log.info_once("firesteel reads %s", self.model.outline)

@@ -102,6 +102,7 @@ class FiresteelExperts(FusedMoEMethodBase):
         device = next(layer.packed.buffers()).device
         check_graphs([why] if why else [], device, is_eager=self._is_eager)
         if why is None:
+            self.model.max_tokens = self._settings.max_tokens
             self.model.workspace_bytes = max(
                 self.model.workspace_bytes, self._workspace_bytes(layer.packed)
             )
@@ -123,6 +124,8 @@ class FiresteelExperts(FusedMoEMethodBase):
         So that happens before the engine measures what memory is left for its cache.
         """
         assert self._own is not None
+        # Where the engine reads nothing itself (load_format dummy), nothing else has asked.
+        self.model.check_room()
         self.model.read.append(layer.packed)
         with self.model.checkpoint.reader() as reader, torch.no_grad():
             fill_experts(layer.packed, self._own, reader)

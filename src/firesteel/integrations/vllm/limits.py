@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "check_layer",
     "check_load_format",
     "check_workspace",
+    "draft_of",
     "held_experts",
 ]
 
@@ -33,8 +34,6 @@ _ACTIVATIONS = {
     "SILU": "silu",
     "SWIGLUOAI": "swigluoai",
     "SWIGLUOAI_UNINTERLEAVE": "swigluoai",
-    "RELU2_NO_MUL": "relu2",
-    "SITU": "situ",
 }
 # The engine reads the checkpoint's own safetensors with these, or nothing.
 _LOAD_FORMATS = (
@@ -88,20 +87,35 @@ def check_draft(config: Any, predictors: Sequence[str]) -> None:
     if speculative is None:
         return
     draft = speculative.draft_model_config
-    if draft is None or draft.quantization != METHOD:
+    if draft is None:
         return
-    if speculative.method == "draft_model" or draft.model != config.model_config.model:
+    is_other = speculative.method == "draft_model" or draft.model != config.model_config.model
+    if is_other and draft.quantization == METHOD:
         raise UnsupportedError(
-            f"speculative_config: got the quantised draft model {draft.model}, must be plain, or "
-            "be given a quantization of vLLM's own: its loaders of draft models do not let "
-            "firesteel read"
+            f"speculative_config: got the quantised draft model {draft.model}, must be plain: "
+            "vLLM's loaders of draft models do not let firesteel read"
         )
     # vLLM has one method for all kinds of such layers.
-    if speculative.method == "mtp" and predictors:
+    if not is_other and speculative.method == "mtp" and predictors:
         raise UnsupportedError(
             f"speculative_config: got method 'mtp', must be another or None: {predictors[0]} is "
             "quantised, and vLLM's loaders of draft models do not let firesteel read"
         )
+
+
+def draft_of(config: Any) -> Literal["other", "target"] | None:
+    """What predicts tokens: another model, none of firesteel's, layers of the target, or neither.
+
+    Args:
+        config: the engine's, which `check_draft` let pass.
+    """
+    speculative = config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None:
+        return None
+    if draft.model != config.model_config.model:
+        return "other"
+    return "target" if speculative.method == "mtp" else None
 
 
 def check_layer(layer: Any, ranks: Any, geometry: Geometry, *, hidden_size: int) -> None:
@@ -178,16 +192,14 @@ def activation_of(layer: Any, stored: Activation) -> Activation:
         stored: the checkpoint's, for constants that the engine's model does not pass.
 
     Raises
-        UnsupportedError: one that firesteel does not have, or another than the checkpoint's.
+        UnsupportedError: it is not the checkpoint's.
     """
     name = _ACTIVATIONS.get(layer.activation.name)
     if name != stored.name:
         raise UnsupportedError(
             f"activation: got {layer.activation.value!r}, must be the checkpoint's {stored.name}"
         )
-    given: dict[str, float | None] = {}
-    if name in ("silu", "swigluoai"):
-        given["limit"] = layer.swiglu_limit
+    given: dict[str, float | None] = {"limit": layer.swiglu_limit}
     if name == "swigluoai":
         given |= {"alpha": layer.swiglu_alpha, "beta": layer.swiglu_beta}
     return replace(stored, **{key: value for key, value in given.items() if value is not None})
@@ -214,7 +226,7 @@ def check_workspace(num_bytes: int, free_bytes: int, max_tokens: int) -> None:
 
     Args:
         num_bytes: of the workspace.
-        free_bytes: of the device, without what layers so far have taken.
+        free_bytes: of the device, without what modules have taken.
         max_tokens: the engine's limit.
 
     Raises

@@ -14,6 +14,7 @@ from firesteel.checkpoint.families import FAMILIES
 from firesteel.checkpoint.files import INDEX, Checkpoint, read_index, resolve
 from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer, scan
 from firesteel.checkpoint.sources import QuantizedSource
+from firesteel.device import free_bytes
 from firesteel.errors import CheckpointError, FiresteelError
 from firesteel.formats.registry import formats_for
 from firesteel.integrations.transformers.load import skeleton_of, without_zero_biases
@@ -24,6 +25,7 @@ from firesteel.integrations.transformers.plan import (
     plan_load,
     unplaced,
 )
+from firesteel.integrations.vllm.limits import check_workspace
 from firesteel.modules.activation import stored_activation
 from firesteel.modules.fill import check_zero_biases
 from firesteel.modules.kernels import KernelReport
@@ -52,6 +54,7 @@ class Model:
         filled      those that were read
         kernels     which of them run on kernels; None until the last one is read
         read        modules that have read their weights
+        max_tokens  that kernels will be planned for; 0 without any
         workspace_bytes  of the workspace that kernels of the layers made so far will take
     """
 
@@ -62,7 +65,9 @@ class Model:
     filled: dict[str, PackedExperts] = field(default_factory=dict)
     kernels: KernelReport | None = None
     read: list[nn.Module] = field(default_factory=list)
+    max_tokens: int = 0
     workspace_bytes: int = 0
+    _has_room: bool = False
     _asked: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
 
@@ -104,9 +109,21 @@ class Model:
         """Of the experts, as the checkpoint's config says it."""
         return stored_activation(self.contents.family, self.checkpoint.config)
 
+    def check_room(self) -> None:
+        """Once, when all modules are made and none is read: refuse a workspace without room.
+
+        Raises
+            UnsupportedError: it would not fit.
+        """
+        if self._has_room or not self.workspace_bytes:
+            return
+        device = next(next(iter(self.unfilled.values())).buffers()).device
+        check_workspace(self.workspace_bytes, free_bytes(device), self.max_tokens)
+        self._has_room = True
+
     @property
-    def predictors(self) -> list[str]:
-        """Quantised matrices of layers after the model's last, which predict further tokens."""
+    def after_last(self) -> list[str]:
+        """Quantised matrices of layers after the model's last."""
         last = self.contents.geometry.num_layers - 1
         return [name for name in self._quantised if int(_layer_of(name) or 0) > last]
 
