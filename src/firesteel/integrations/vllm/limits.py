@@ -110,10 +110,9 @@ def draft_of(config: Any) -> Literal["other", "target"] | None:
         config: the engine's, which `check_draft` let pass.
     """
     speculative = config.speculative_config
-    draft = None if speculative is None else speculative.draft_model_config
-    if draft is None:
+    if speculative is None or speculative.draft_model_config is None:
         return None
-    if draft.model != config.model_config.model:
+    if speculative.draft_model_config.model != config.model_config.model:
         return "other"
     return "target" if speculative.method == "mtp" else None
 
