@@ -18,14 +18,7 @@ from firesteel.checkpoint.layers import CACHE_SCALES, Contents, ExpertLayer
 from firesteel.checkpoint.sources import QuantizedSource
 from firesteel.errors import CheckpointError
 
-__all__ = [
-    "LoadPlan",
-    "check_shapes",
-    "lacking",
-    "patterns_of",
-    "plan_load",
-    "unplaced",
-]
+__all__ = ["LoadPlan", "check_shapes", "lacking", "patterns_of", "plan_load", "unplaced"]
 
 _EXPERTS_MODULE = re.compile(r"(?:.*\.)?layers\.(\d+)\.mlp\.experts")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")

@@ -195,16 +195,14 @@ def _experts(
     # Once: a config may say of each of thousands of modules how it is quantised.
     activation = stored_activation(plan.contents.family, model.config.to_dict())
     for path, layer in plan.experts.items():
-        yield (
-            path,
-            PackedExperts(
-                model.config,
-                plan.contents.geometry,
-                (layer.schemes(0, 1), layer.schemes(2)),
-                activation,
-                dtype if layer.biases else None,
-            ),
+        experts = PackedExperts(
+            model.config,
+            plan.contents.geometry,
+            (layer.schemes(0, 1), layer.schemes(2)),
+            activation,
+            dtype if layer.biases else None,
         )
+        yield path, experts
 
 
 def _hide_from_host(model: Any, plan: LoadPlan) -> None:
