@@ -70,7 +70,7 @@ def main() -> None:
         writer(given.out, as_json=True) as write,
     ):
         write_stack(Path(folder), stack_config(given.model, given.layers), given.recipe)
-        expected = {count: _expected(folder, count, device) for count in _CHECKED}
+        expected = _expected(folder, device)
         made_by = context(device)
         is_wrong = False
         for experts in given.experts:
@@ -94,12 +94,15 @@ def main() -> None:
 
 
 @torch.no_grad()
-def _expected(folder: str, count: int, device: torch.device) -> Tensor:
-    """float32 `[count, vocabulary]`: logprobs after the prompts, of the stored numbers."""
+def _expected(folder: str, device: torch.device) -> dict[int, Tensor]:
+    """By the number of prompts float32 `[prompts, vocabulary]`: logprobs of the stored numbers."""
     # Moved after it was loaded, so that experts run on PyTorch's operators.
     model = load_model(folder, device="cpu", dtype=torch.float32).to(device)
-    ids = torch.tensor([prompt["prompt_token_ids"] for prompt in _prompts(count, _PROMPT)])
-    return model(ids.to(device)).logits[:, -1].log_softmax(dim=-1).cpu()
+    found: dict[int, Tensor] = {}
+    for count in _CHECKED:
+        ids = torch.tensor([prompt["prompt_token_ids"] for prompt in _prompts(count, _PROMPT)])
+        found[count] = model(ids.to(device)).logits[:, -1].log_softmax(dim=-1).cpu()
+    return found
 
 
 def _named(given: argparse.Namespace, experts: str) -> dict[str, Any]:
@@ -200,7 +203,7 @@ def _spent(run: Callable[[], Any], less: Callable[[], Any] | None, steps: int) -
     a_step = {name: us / steps for name, us in kernels.items()}
     most = sorted(a_step, key=lambda name: -a_step[name])[:_SHOWN]
     return {
-        "gpu_us": sum(a_step.values()),
+        "gpu_us": sum(a_step.values()) if a_step else None,
         "wall_us": statistics.median(walls) / steps * 1e6,
         "wall_us_all": [wall / steps * 1e6 for wall in walls],
         "kernels_us": {name[:120]: round(a_step[name], 3) for name in most},

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
+from firesteel.checkpoint.families import FAMILIES
 from firesteel.errors import CheckpointError
 from firesteel.integrations.transformers import PackedLinear, load_model, load_report
 from tests.checkpoints import STORAGES, edit_config, oracle, write, write_tensors
@@ -263,3 +265,8 @@ def test_biases_of_zeros_are_passed_over_where_there_is_no_place_for_them(tmp_pa
     write_tensors(written.path, {**written.tensors, bias: torch.ones(128)})
     with pytest.raises(CheckpointError, match=bias):
         load_model(written.path)
+
+
+@pytest.mark.parametrize("family", [name for name, f in FAMILIES.items() if f.activation is None])
+def test_without_hidden_act_a_config_says_silu(family):
+    assert CONFIG_MAPPING[family]().hidden_act == "silu"

@@ -42,3 +42,4 @@ def test_each_case_has_a_row_and_logprobs_are_the_models(tmp_path):
             assert 0 < differences[0] < row["tolerances"][0]
             assert differences[1] < row["tolerances"][1]
         assert row["wall_us"] > 0
+        assert row["gpu_us"] is None

@@ -188,8 +188,7 @@ def test_a_workspace_without_room_is_refused_before_weights_are_read(config, eng
 def test_layers_without_kernels_end_a_model_with_graphs_when_they_are_made(config, monkeypatch):
     from firesteel.integrations.vllm import experts
 
-    with torch.device("cpu"):
-        _make_experts(experts, config.model)
+    _make_experts(experts, config.model)
     monkeypatch.setattr(experts, "check_graphs", lambda why, *_, **given: pytest.fail(why[0]))
     with pytest.raises(pytest.fail.Exception, match="device: cpu, kernels need a CUDA device"):
         _make_experts(experts, config.model)
